@@ -275,10 +275,6 @@ class WithoutHooks:
     def param_groups(self) -> Any:
         return self.base.param_groups
 
-    @property
-    def state(self) -> Any:
-        return self.base.state
-
 
 def head_norms(style: str) -> tuple[float, str]:
     """The largest distance of a gradient from that of one process, and the warning of the first step."""
@@ -384,7 +380,9 @@ def variants() -> dict[str, Any]:
     found["head norms"] = [head_norms(style) for style in ways]
 
     model, accelerator = decoder(), made({"tp_size": 2})
-    model, optimizer = accelerator.prepare(model, WithoutHooks(adamw(model)))
+    wrapper: Any = WithoutHooks(adamw(model))
+    found["stale"] = refused(lambda: accelerator.prepare(model, wrapper))
+    model, optimizer = accelerator.prepare(model), accelerator.prepare_optimizer(wrapper)
     accelerator.backward(loss_of(model, batch))
     before = model.head.weight.to_local().clone()
     optimizer.step()
@@ -411,6 +409,7 @@ def test_variants_of_shared_layers(ranks: RankServer) -> None:
         assert found["alone"]
         assert found["held"]
         assert found["without hooks"]
+        assert "holds parameters that sharding has replaced" in found["stale"]
         assert "has no plan of what is shared" in found["no plan"]
         assert "dp_shard_size=3 does not equal the world size 2" in found["sizes"]
         assert "has other parameters than that of rank 0" in found["other"]

@@ -297,6 +297,44 @@ class DuckScheduler:
         self.steps = state["steps"]
 
 
+class KeyedOptimizers:
+    """Several optimizers in one, as StyleTTS2 has them: not torch's, and stepped by name."""
+
+    def __init__(self, **optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        self.param_groups = [group for each in optimizers.values() for group in each.param_groups]
+
+    def step(self, key: str) -> None:
+        self.optimizers[key].step()
+
+    def zero_grad(self) -> None:
+        for each in self.optimizers.values():
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_an_optimizer_of_another_class_is_prepared_by_name(
+    precision: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in 1.15, where ``prepare`` gives it back as it is."""
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    model: Any
+    model, optimizer, _ = parts()
+    keyed = KeyedOptimizers(first=optimizer)
+    prepared_model, same = accelerator.prepare(model, keyed)
+    assert same is keyed
+    assert accelerator._optimizers == []
+    assert "prepare_optimizer() takes an optimizer of any class" in caplog.text
+    with pytest.raises(PrepareError, match="give it to prepare_optimizer"):
+        Accelerator(cpu=True, strict=True).prepare(keyed)
+    prepared: Any = accelerator.prepare_optimizer(keyed)  # type: ignore[arg-type]
+    before = model.weight.detach().clone()
+    accelerator.backward(0.1 * prepared_model(torch.ones(2, 3)).mean())
+    prepared.step("first")
+    assert not torch.equal(model.weight, before)
+    assert not prepared.step_was_skipped
+
+
 @pytest.mark.parametrize("thing", [3, "text", object(), nn.Linear, [1], len, DuckScheduler()])
 def test_an_unknown_object_comes_back_and_is_told_once(
     thing: object, caplog: pytest.LogCaptureFixture

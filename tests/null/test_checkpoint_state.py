@@ -1130,7 +1130,8 @@ def test_the_manifest_lists_optimizers_by_their_index(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     parameters = list(model.parameters())
     optimizers = [torch.optim.SGD(parameters, lr=0.1), WholeOptimizer(parameters)]
-    accelerator.prepare(model, *optimizers)
+    accelerator.prepare(model, optimizers[0])
+    accelerator.prepare_optimizer(optimizers[1])
     accelerator.save_state(tmp_path / "c", sharded=True)
     manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
     files = [entry["file"] for entry in manifest["parts"]["optimizers"]]

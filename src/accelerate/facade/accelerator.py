@@ -715,8 +715,9 @@ class Accelerator(ProcessMixin):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare one optimizer."""
+        """Prepare one optimizer, of any class."""
         bundle = self._preparer.make_bundle((optimizer,), None)
+        bundle.kinds[0] = "optimizer"
         self._preparer.prepare(bundle)
         self._option_reporter.report()
         return bundle.objects[0]

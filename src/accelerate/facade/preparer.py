@@ -198,7 +198,8 @@ class Preparer:
             verify_device_map: tells whether a model is dispatched over several devices.
 
         Raises:
-            PrepareError: one cannot be prepared; nothing is changed then.
+            PrepareError: one cannot be prepared; nothing is changed then, but by sharding where an unprepared
+                optimizer holds parameters that it has replaced.
         """
         world = self.runtime.world
         models, optimizers = bundle.objects_of("model"), bundle.objects_of("optimizer")
@@ -352,18 +353,20 @@ class Preparer:
         if value is None or kind in self._unprepared_types:
             return
         self._unprepared_types.add(kind)
-        what = "models (torch.nn.Module), optimizers, schedulers (LRScheduler) and DataLoaders of torch"
+        what = "models (nn.Module), optimizers (Optimizer), schedulers (LRScheduler) and DataLoaders of torch"
+        fix = "wrap data in a DataLoader"
+        note = ", so every process sees all of it" if hasattr(value, "__iter__") else ""
+        if hasattr(value, "param_groups"):
+            fix, note = "give it to prepare_optimizer", ", and it steps at each call, on the gradients it has"
+            what += "; prepare_optimizer() takes an optimizer of any class"
         if self.options.strict:
             raise PrepareError(
                 f"a {kind.__name__} cannot be prepared",
                 why=f"prepare takes {what}",
-                fix="leave it out of prepare, wrap data in a DataLoader, or run without strict",
+                fix=f"leave it out of prepare, {fix}, or run without strict",
             )
         if self.runtime.world.rank == 0:
-            shared = ", so every process sees all of it" if hasattr(value, "__iter__") else ""
-            logger.warning(
-                "prepare() gives back a %s as it is%s: it prepares %s", kind.__name__, shared, what
-            )
+            logger.warning("prepare() gives back a %s as it is%s: it prepares %s", kind.__name__, note, what)
 
     def _find_prepared(self, model: nn.Module) -> nn.Module:
         """Return the prepared object of a model that is prepared again, else the model itself."""
@@ -480,7 +483,8 @@ def object_kind(value: Any, owns_step: bool) -> ObjectKind:
     Args:
         value: the object.
         owns_step: the strategy is DeepSpeed or Megatron-LM. Under others a stand-in for a schedule comes back
-            as it is: programs have one beside a schedule-free optimizer, and never step it.
+            as it is: programs have one beside a schedule-free optimizer, and never step it. So does, as in
+            1.x, an optimizer of no torch class: its ``step`` may take other arguments.
     """
     if isinstance(value, DataLoader):
         return "loader"
@@ -489,7 +493,7 @@ def object_kind(value: Any, owns_step: bool) -> ObjectKind:
         return stands_for if owns_step or stands_for == "optimizer" else "other"
     if isinstance(value, nn.Module):
         return "model"
-    if isinstance(value, Optimizer) or (hasattr(value, "param_groups") and hasattr(value, "step")):
+    if isinstance(value, Optimizer) or (owns_step and hasattr(value, "param_groups")):
         return "optimizer"
     return "scheduler" if isinstance(value, LRScheduler | AcceleratedScheduler) else "other"
 

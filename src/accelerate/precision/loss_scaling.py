@@ -270,7 +270,7 @@ class LossScaling:
         """
         if not self.is_enabled:
             return True, optimizer.step() if closure is None else optimizer.step(closure)
-        if closure is not None:
+        if callable(closure):  # the ``step`` of some wrappers takes the name of an optimizer
             cause = "mixed_precision='fp16'" if precision == "fp16" else "a gradient scaler"
             raise PrepareError(
                 f"optimizer.step(closure) does not go with {cause}",
@@ -285,7 +285,7 @@ class LossScaling:
         if own is not None:
             own.has_overflowed = None
         try:
-            result = self._scaler.step(optimizer)
+            result = self._scaler.step(optimizer, *(() if closure is None else (closure,)))
         except BaseException as error:
             vars(optimizer).pop("grad_scale", None)  # torch multiplies one that is left by the next scale
             state = self._scaler._per_optimizer_states[id(optimizer)]

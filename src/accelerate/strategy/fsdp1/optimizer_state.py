@@ -363,7 +363,7 @@ def _has_stale_state(
     optimizer: Optimizer, renewed: Mapping[Any, tuple[Any, Any]], wrapped_models: Sequence[FSDP1WrappedModel]
 ) -> bool:
     """Return whether it has state for replaced parameters."""
-    for param, values in optimizer.state.items():
+    for param, values in getattr(optimizer, "state", {}).items():
         if param in renewed:
             return True
         wrapped_model = next((r for r in wrapped_models if param in r.slot_of), None)
@@ -389,7 +389,7 @@ def _replace_params(
     ]
     for param, _ in (pair for group in before for pair in group):
         if param in renewed:
-            optimizer.state.pop(param, None)
+            getattr(optimizer, "state", {}).pop(param, None)
     for group, pairs in zip(optimizer.param_groups, after, strict=False):
         if any(param in renewed for param in group["params"]):
             group["params"] = list(dict.fromkeys(param for param, _ in pairs))

@@ -353,7 +353,7 @@ def remap_optimizer_params(
                 if id(old) in renewed:
                     new = renewed[id(old)][1]
                     group["params"][place] = new
-                    if old in optimizer.state:
+                    if old in getattr(optimizer, "state", ()):
                         optimizer.state[new] = _shard_optimizer_state(optimizer.state.pop(old), new)
 
 

@@ -152,6 +152,9 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor, ParamReplacemen
         if bundle.objects_of("optimizer"):
             self._check_optimizers(bundle)
             yield PrepareStep("parameters", "optimizers hold the sharded parameters", self._update_optimizers)
+        if any(hasattr(item, "param_groups") for item in bundle.objects_of("other")):
+            reason = "an optimizer that is not prepared holds none of the replaced parameters"
+            yield PrepareStep("check", reason, self._check_unprepared)
 
     def _describe_shards(self, layouts: Mapping[nn.Module, FSDPShardingPlan]) -> str:
         return "; ".join(dict.fromkeys([self._shard_description, *(p.describe() for p in layouts.values())]))
@@ -252,6 +255,18 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor, ParamReplacemen
                     f"the {type(optimizer).__name__} holds parameters of no prepared model",
                     why="sharding gives a model new parameters, and its optimizer has to follow them",
                     fix="prepare both in one call: model, optimizer = accelerator.prepare(model, optimizer)",
+                )
+
+    def _check_unprepared(self, bundle: PrepareBundle) -> None:
+        """Refuse an unprepared optimizer of parameters that sharding has replaced: it would train nothing."""
+        for item in bundle.objects_of("other"):
+            params = [p for group in getattr(item, "param_groups", ()) for p in group["params"]]
+            current = set(map(id, self.current_params(params)))
+            if any(id(p) not in current for p in params):
+                raise PrepareError(
+                    f"the {type(item).__name__} holds parameters that sharding has replaced",
+                    why="prepare gives an optimizer that is no torch.optim.Optimizer back as it is",
+                    fix="optimizer = accelerator.prepare_optimizer(optimizer), after that of the model",
                 )
 
     # --- the loop
