@@ -507,6 +507,12 @@ def two_models() -> None:
     second, other = accelerator.prepare(cast("Any", second), adamw(second))
     assert (first.zero_optimization_stage(), second.zero_optimization_stage()) == (2, 3)
     reference = tiny(1)
+    # Below stage 3 a copy, on any rank: not a view of the flat buffer, which trains on.
+    copies = accelerator.get_state_dict(first)
+    kept = {name: value.clone() for name, value in copies.items()}
+    if accelerator.is_main_process:
+        copy = accelerator.get_state_dict(first.module.embed)["weight"]
+        assert copy.untyped_storage().nbytes() == copy.nbytes
     plain = adamw(reference)
     mine = torch.zeros(0)
     for words in batches(3):
@@ -518,8 +524,10 @@ def two_models() -> None:
         loss_of(reference, words).backward()
         plain.step()
         plain.zero_grad()
-    weights = accelerator.get_state_dict(second)
+    assert all(torch.equal(value, kept[name]) for name, value in copies.items())
+    weights, part = accelerator.get_state_dict(second), accelerator.get_state_dict(second.module.embed)
     if accelerator.is_main_process:
+        assert torch.equal(part["weight"], weights["embed.weight"])
         torch.testing.assert_close(
             weights["embed.weight"], reference.embed.weight.detach(), rtol=0, atol=1e-5
         )

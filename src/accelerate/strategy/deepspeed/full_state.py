@@ -155,18 +155,19 @@ def gather_params(
 
 
 @torch.no_grad()
-def model_state(handle: EngineHandle, keep: bool, *, exact: bool) -> dict[str, Any]:
-    """Return the model's full state dict on the host; empty where not ``keep``; collective.
+def model_state(module: nn.Module, keep: bool, handle: EngineHandle | None = None) -> dict[str, Any]:
+    """Return a copy of the full state dict on the host; empty where not ``keep``.
+
+    Collective for partitioned weights, and for master weights.
 
     Args:
-        handle: the engine.
+        module: the user's, or a part of it.
         keep: whether this rank keeps the result.
-        exact: return the float32 master weights of the optimizer instead of the compute weights.
+        handle: the engine whose float32 master weights count instead of the compute weights.
     """
-    module = handle.module
     seen: dict[int, Any] = {}
     done: set[int] = set()
-    if exact and has_fp32_copies(handle):
+    if handle is not None and has_fp32_copies(handle):
         parameters = _fragmented_params(handle)
         done = set(map(id, parameters))
         fragments = _fragments_in_memory(handle)

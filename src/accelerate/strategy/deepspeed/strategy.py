@@ -385,24 +385,25 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, DeepSpeedBackward, Mo
     # --- states
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the state dict in the compute dtype; in stage 3 on rank 0 alone. Collective.
+        """Return copies of the state on the host, in the compute dtype; in stage 3 on rank 0, collective.
+
+        Below stage 3 parameters are views of flat buffers: ``torch.save`` of one writes the whole buffer.
 
         Raises:
             PrepareError: it is partitioned, and gathering was forbidden.
         """
         from accelerate.strategy.deepspeed.full_state import model_state
 
-        handle = self.engines.find(model)
-        if handle is None or handle.stage < 3:
-            return self.unwrap(model).state_dict()
-        if not self.plugin.may_gather:
+        module = self.unwrap(model)
+        is_partitioned = any(hasattr(p, "ds_id") for p in module.parameters())
+        if is_partitioned and not self.plugin.may_gather:
             raise PrepareError(
                 "the weights are partitioned, and zero3_save_16bit_model is False",
                 why="so they are not gathered on one rank",
                 fix="DeepSpeedPlugin(zero3_save_16bit_model=True), or in the DeepSpeed configuration "
                 '"stage3_gather_16bit_weights_on_model_save": true; accelerator.save_state writes shards',
             )
-        return model_state(handle, self.world.rank == 0, exact=False)
+        return model_state(module, self.world.rank == 0 or not is_partitioned)
 
     def master_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the float32 master weights of the optimizer, on rank 0."""
@@ -411,7 +412,7 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, DeepSpeedBackward, Mo
         handle = self.engines.find(model)
         if handle is None:
             return self.unwrap(model).state_dict()
-        return model_state(handle, self.world.rank == 0, exact=True)
+        return model_state(handle.module, self.world.rank == 0, handle)
 
     def state_template(self, model: nn.Module) -> Mapping[str, Any]:
         """Return a template with the unpartitioned shapes."""
