@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -680,6 +681,49 @@ def contradicting() -> str:
         )
         raise AssertionError("an odd batch was split")
     return caught.value.what
+
+
+def under_default_device(device: str | None, folder: str) -> list[Any]:
+    """Orders, batches, sums and random numbers of a program that has set a default device."""
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    rows: Any = TensorDataset(torch.arange(10.0).view(10, 1))
+    layer, batch = nn.Linear(1, 1), torch.ones(2)
+    seen: list[Any] = []
+    torch.set_default_device(device)
+    try:
+        for options in {}, {"use_seedable_sampler": True}, {"dispatch_batches": True}:
+            set_seed(3)
+            accelerator = accelerator_of(**options)
+            for loader in (
+                DataLoader(rows, batch_size=2, shuffle=True),
+                DataLoader(rows, shuffle=True, generator=torch.Generator().manual_seed(4)),
+                DataLoader(rows, sampler=torch.utils.data.RandomSampler(rows, replacement=True)),
+            ):
+                batches = accelerator.prepare(loader)
+                for _ in range(2):
+                    seen.extend(value.flatten().tolist() for x in batches for value in x)
+        accelerator = Accelerator()
+        model, _ = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+        accelerator.backward(model(batch[:, None]).sum())
+        for options in {}, {"sharded": True}, {"safe_serialization": False}, {"async_save": True}:
+            accelerator.save_state(f"{folder}/{device}", **options)
+            drawn = torch.rand(2, device="cpu").tolist()
+            accelerator.load_state(f"{folder}/{device}")
+            assert torch.rand(2, device="cpu").tolist() == drawn
+            seen.append(drawn)
+        seen += [accelerator.reduce(batch, kind).tolist() for kind in ("sum", "mean")]
+        seen.append(accelerator.gather(batch).tolist())
+    finally:
+        torch.set_default_device(None)
+    return seen
+
+
+def test_a_default_device_of_torch_does_not_count(ranks: RankServer, tmp_path: Path) -> None:
+    """Orders, buffers and random numbers are made on the host, where they are read."""
+    expected = ranks(2, under_default_device, None, str(tmp_path))
+    assert ranks(2, under_default_device, "meta", str(tmp_path)) == expected
 
 
 def test_options_that_contradict_each_other_are_refused(ranks: RankServer) -> None:

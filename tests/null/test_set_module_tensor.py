@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+from accelerate import cpu_offload, load_checkpoint_in_model
 from accelerate.accelerator import get_state_dict_offloaded_model as from_the_accelerators_module
 from accelerate.core.errors import PrepareError
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, attach_align_device_hook
@@ -57,6 +59,18 @@ def test_values_reach_parameters_and_buffers_by_their_paths() -> None:
     assert weight.data_ptr() == value.data_ptr()
     assert model[1].running_mean.device == torch.device("cpu")
     assert not isinstance(model[1].running_mean, nn.Parameter)
+
+
+def test_values_stay_values_under_another_default_device(tmp_path: Path) -> None:
+    """Loaded or given ones: torch would make tensors on the default device of them."""
+    value, (given, loaded, spread) = torch.full((2, 2), 3.0), [nn.Linear(2, 2, bias=False) for _ in range(3)]
+    save_file({"weight": value}, tmp_path / "model.safetensors")
+    with META:
+        set_module_tensor_to_device(given, "weight", "cpu", value=value)
+        load_checkpoint_in_model(loaded, tmp_path)
+        spread = cpu_offload(spread, "cpu", state_dict={"weight": value})
+    for layer in given, loaded, spread:
+        assert layer(torch.ones(2)).tolist() == [6.0, 6.0]
 
 
 @pytest.mark.parametrize("given", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])

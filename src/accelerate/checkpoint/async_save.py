@@ -365,7 +365,7 @@ class _TensorCopies:
             return tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
         memory = self._memory[_key(tensor)]
         place = tensor.storage_offset(), tensor.size(), tensor.stride()
-        copy = torch.empty(0, dtype=tensor.dtype).set_(memory, *place)
+        copy = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(memory, *place)
         if isinstance(tensor, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, requires_grad=False)
         vars(copy).update(vars(tensor))

@@ -381,7 +381,7 @@ class ShardFolderReader:
             source = FileSlice(self.folder / file, offset, length)
             return self._read(source, weights_only=not self.trusted)
         with file_errors("read", self.folder):
-            whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+            whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
             read_plan = ReadPlan()
             self.add_reads(name, whole, read_plan)
             read_plan.run()

@@ -241,7 +241,7 @@ def _read_tensor(
 ) -> torch.Tensor:
     span = shape if stride is None else (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)),)
     with file_errors("read", path):
-        tensor = torch.empty(span, dtype=dtype)
+        tensor = torch.empty(span, dtype=dtype, device="cpu")
         read_exactly(path, offset, state_dict_files.raw_bytes(tensor))
     return tensor if stride is None else tensor.as_strided(shape, stride)
 
@@ -358,7 +358,7 @@ def in_memory(value: torch.Tensor) -> LazyTensor:
     """Wrap a tensor in memory as a lazy tensor."""
     shape, dtype = value.shape, value.dtype
     if value.numel() == 0 and value.layout is torch.strided:
-        return LazyTensor(shape, dtype, (), lambda: torch.empty(shape, dtype=dtype))
+        return LazyTensor(shape, dtype, (), lambda: torch.empty(shape, dtype=dtype, device="cpu"))
     return LazyTensor(
         shape, dtype, (), lambda: value.detach().resolve_conj().resolve_neg(), layout=value.layout
     )
@@ -444,7 +444,7 @@ def _broadcast_tensor(info: _TensorInfo, saved: LazyTensor | None) -> LazyTensor
     shape, dtype, file_ranges = info
 
     def read() -> torch.Tensor:
-        value: Any = torch.empty(shape, dtype=dtype) if saved is None else saved.read()
+        value: Any = torch.empty(shape, dtype=dtype, device="cpu") if saved is None else saved.read()
         return collective.broadcast(value.contiguous())
 
     return LazyTensor(torch.Size(shape), dtype, file_ranges, read)

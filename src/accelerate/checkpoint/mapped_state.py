@@ -184,7 +184,7 @@ def _fits(owned: Any, saved: torch.Tensor, device: torch.device) -> bool:
 
 @cache
 def _counts_of_unshared() -> tuple[int, int, int]:
-    return _reference_counts({0: {"": torch.zeros(1)}}, 0, "")
+    return _reference_counts({0: {"": torch.zeros(1, device="cpu")}}, 0, "")
 
 
 def _reference_counts(states: Mapping[Any, dict[str, Any]], key: Any, name: str) -> tuple[int, int, int]:

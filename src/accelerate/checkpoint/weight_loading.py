@@ -73,8 +73,8 @@ class MappedFiles:
             CheckpointError: the file cannot be mapped.
         """
         if shape.numel() == 0:
-            return torch.empty(shape, dtype=dtype)
-        tensor: Any = torch.empty(0, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        tensor: Any = torch.empty(0, dtype=dtype, device="cpu")
         span = shape.numel()
         if region.stride is not None:
             span = 1 + sum((n - 1) * s for n, s in zip(shape, region.stride, strict=True))

@@ -87,7 +87,7 @@ class _BatchUnpickler(pickle.Unpickler):
             count = torch.Size(shape).numel() * dtype.itemsize
             tensor = self._body[start : start + count].view(dtype).view(shape) if count else None
             if tensor is None:
-                tensor = torch.empty(shape, dtype=dtype)
+                tensor = torch.empty(shape, dtype=dtype, device="cpu")
             elif 16 * count < len(self._body):
                 # A reference to one small tensor must not keep the whole batch in memory.
                 tensor = tensor.clone()
@@ -96,7 +96,7 @@ class _BatchUnpickler(pickle.Unpickler):
 
 
 def _pack_header(kind: int, size: int, text: int, loader_id: int) -> torch.Tensor:
-    return torch.tensor([kind, size, text, loader_id]).view(torch.uint8)
+    return torch.tensor([kind, size, text, loader_id], device="cpu").view(torch.uint8)
 
 
 def pack(kind: int, value: Any, loader_id: int = 0) -> torch.Tensor:
@@ -117,7 +117,7 @@ def pack(kind: int, value: Any, loader_id: int = 0) -> torch.Tensor:
         ) from error
     text = file.getbuffer()
     start = -(-(_HEADER_SIZE + len(text)) // _ALIGN) * _ALIGN
-    block = torch.empty(start + pickler.size, dtype=torch.uint8)
+    block = torch.empty(start + pickler.size, dtype=torch.uint8, device="cpu")
     block[:_HEADER_SIZE] = _pack_header(kind, len(block), len(text), loader_id)
     block[_HEADER_SIZE : _HEADER_SIZE + len(text)] = torch.frombuffer(text, dtype=torch.uint8)
     for place, flat in pickler.parts:
@@ -401,7 +401,7 @@ class BatchReceiver:
         return kind, loader_id, block[:size]
 
     def _post(self, buffer_size: int) -> None:
-        block = torch.empty(buffer_size, dtype=torch.uint8, pin_memory=self.pin)
+        block = torch.empty(buffer_size, dtype=torch.uint8, device="cpu", pin_memory=self.pin)
         self._pending = _PendingTransfer(self.channel.group.recv([block], 0, self.loop_number), block)
 
     def close(self) -> None:

@@ -172,7 +172,9 @@ def fetch_batches(
 
     index_sampler.upcoming = issue_indices()
     restore_loader_state(indexed, epoch)
-    iterator = iter(indexed)
+    # Torch draws a seed and starts workers: on the host, also where another default device is set.
+    with torch.device("cpu" if base.generator is None else base.generator.device):
+        iterator = iter(indexed)
     if epoch.is_resumed:
         torch.default_generator.set_state(outside)
     for batch in _restore_after_fetch(iterator, snapshots) if seeds_here else iterator:

@@ -219,7 +219,7 @@ def _take_rows(value: Any, rows: int, wanted: list[int], path: str) -> Any:
         if value.dim() == 0 or value.shape[0] != rows:
             raise _row_count_error(f"{path} has shape {tuple(value.shape)}", rows)
         contiguous = wanted == list(range(wanted[0], wanted[0] + len(wanted)))
-        return value[wanted[0] : wanted[0] + len(wanted)] if contiguous else value[torch.tensor(wanted)]
+        return value[wanted[0] : wanted[0] + len(wanted)] if contiguous else value[wanted]
     if tree.is_mapping(value):
         parts = {key: _take_rows(item, rows, wanted, f"{path}[{key!r}]") for key, item in value.items()}
         return tree.make_mapping_like(value, parts)

@@ -365,7 +365,7 @@ class DataPipeStream(IterableDatasetShard):
 
         worker, pipe = get_worker_info(), self.dataset
         if worker is None:
-            seed = int(torch.empty((), dtype=torch.int64).random_())
+            seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         else:  # the same in all workers, another one in the next epoch of persistent workers
             seed, self.epoch = worker.seed - worker.id + self.epoch, self.epoch + 1
             graph_settings.apply_sharding(pipe, worker.num_workers, worker.id)  # type: ignore[arg-type]

@@ -268,7 +268,7 @@ def _with_seeded_generator(loader: DataLoader[Any]) -> DataLoader[Any]:
     if type(sampler) is not RandomSampler or sampler.generator is not None:
         return loader
     twin = copy.copy(sampler)
-    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
     twin.generator = torch.Generator().manual_seed(seed)
     return _with_sampler(loader, twin)
 

@@ -110,7 +110,7 @@ def draw_seed(sampler: Any) -> int | None:
     if type(sampler) is SeedableRandomSampler:
         return sampler.initial_seed
     if type(sampler) is RandomSampler and sampler.generator is None:
-        return int(torch.empty((), dtype=torch.int64).random_().item())
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
     return None
 
 
@@ -124,19 +124,21 @@ def draw(sampler: Any, seed: int | None) -> torch.Tensor | range:
 
 
 def _draw_indices(sampler: RandomSampler, generator: torch.Generator | None) -> torch.Tensor:
-    """Draw what ``RandomSampler`` draws from a generator, at once."""
+    """Draw what ``RandomSampler`` draws from a generator, at once; on the host."""
     total, count = sampler.num_samples, len(sampler.data_source)
+    # Not on torch's default device, which may be another one than the generator's.
+    device = "cpu" if generator is None else generator.device
     if sampler.replacement:
         # One call for all whole blocks draws what torch's sampler draws in blocks of 32.
         parts = [
-            torch.randint(high=count, size=(size,), dtype=torch.int64, generator=generator)
+            torch.randint(count, (size,), dtype=torch.int64, generator=generator, device=device)
             for size in (total // 32 * 32, total % 32)
         ]
     else:
-        parts = [torch.randperm(count, generator=generator) for _ in range(total // count)]
+        parts = [torch.randperm(count, generator=generator, device=device) for _ in range(total // count)]
         if total % count:
-            parts.append(torch.randperm(count, generator=generator)[: total % count])
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+            parts.append(torch.randperm(count, generator=generator, device=device)[: total % count])
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu()
 
 
 def finish(sampler: Any, exhausted: bool = False) -> None:
@@ -146,7 +148,7 @@ def finish(sampler: Any, exhausted: bool = False) -> None:
     elif type(sampler) is RandomSampler and not exhausted and not sampler.replacement and sampler.generator:
         count = len(sampler.data_source)
         if sampler.num_samples % count == 0:  # torch's sampler draws once more and uses none of it
-            torch.randperm(count, generator=sampler.generator)
+            torch.randperm(count, generator=sampler.generator, device=sampler.generator.device)
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ class RankSampleOrderSlicer:
 
 
 def _slice_order(order: torch.Tensor | range, start: int, stop: int) -> torch.Tensor:
-    return torch.arange(start, stop) if isinstance(order, range) else order[start:stop]
+    return torch.arange(start, stop, device="cpu") if isinstance(order, range) else order[start:stop]
 
 
 def count_samples(item: Any) -> int:

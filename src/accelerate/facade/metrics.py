@@ -277,8 +277,8 @@ def mean_loss(loss: Any, num_items: Any, device: torch.device) -> torch.Tensor:
 def _flatten_numbers(values: Any) -> torch.Tensor:
     """Return a number, a tensor, or a list of them as one flat float64 tensor on the host."""
     listed = values if isinstance(values, list | tuple) else [values]
-    flat = [torch.as_tensor(value).detach().reshape(-1).cpu().double() for value in listed]
-    return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
+    flat = [torch.as_tensor(value, device="cpu").detach().reshape(-1).double() for value in listed]
+    return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
 def _kind(leaf: Any) -> str:

@@ -216,7 +216,10 @@ def set_module_tensor_to_device(
     target = as_device(device)
     has_value = value is not None
     source = source_of(old)
-    new: torch.Tensor = _check_values(tensor_name, old, torch.as_tensor(value), dtype) if has_value else old
+    new: torch.Tensor = old
+    if has_value:
+        given = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
+        new = _check_values(tensor_name, old, given, dtype)
     if not has_value and source is not None and target.type != "meta":
         new = source.read(target)
     if not has_value and old.is_meta and target.type != "meta":

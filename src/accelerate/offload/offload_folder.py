@@ -206,7 +206,7 @@ def keep_replaced_files(
 def raw_bytes(value: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor in C order, on the CPU."""
     value = value.detach().cpu().contiguous()
-    return value.reshape(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
+    return value.reshape(-1).view(torch.uint8) if value.numel() else value.new_empty(0, dtype=torch.uint8)
 
 
 def _is_file_of_others(file: Path, raw: torch.Tensor) -> bool:
@@ -259,7 +259,7 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
     """
     shape, dtype = torch.Size(weight_info["shape"]), _dtype(weight_info["dtype"], str(weight_file))
     if not shape.numel():
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     expected = shape.numel() * dtype.itemsize
     try:
         actual = os.path.getsize(weight_file)

@@ -278,7 +278,7 @@ class MappingSource(TensorSource):
                 why=f"the mapping of offloaded weights has no entry {self.key!r}",
                 fix="dispatch the model again",
             ) from error
-        return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+        return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
 
 
 # --------------------------------------------------------------------------------------------- mapped tensors
@@ -398,7 +398,8 @@ class OffloadedTensor(torch.Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         # Torch would make a tensor of a number on "this" device, where it has no value.
-        super().__setitem__(index, torch.as_tensor(value, dtype=self.dtype))
+        device = value.device if isinstance(value, torch.Tensor) else "cpu"
+        super().__setitem__(index, torch.as_tensor(value, dtype=self.dtype, device=device))
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values as an array."""

@@ -266,7 +266,7 @@ class StagingBuffers:
             try:
                 block = self.device.host_memory(size)
             except RuntimeError:  # no memory can be pinned: the copy waits for its stream, and is right
-                block = torch.empty(size, dtype=torch.uint8)
+                block = torch.empty(size, dtype=torch.uint8, device="cpu")
         read_page(page, block[: page.nbytes])
         self.filled = block
         return block[: page.nbytes]

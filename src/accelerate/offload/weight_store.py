@@ -95,7 +95,7 @@ class WeightStore:
             return MappingSource(name, self.loader, name, tensor)
         if name in self.state_dict:
             return HostMemoryWeightSource(
-                name, torch.as_tensor(self.state_dict[name]).detach().to("cpu", tensor.dtype)
+                name, torch.as_tensor(self.state_dict[name], device="cpu").detach().to(tensor.dtype)
             )
         if isinstance(tensor, OffloadedTensor):
             return tensor.source

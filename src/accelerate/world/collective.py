@@ -339,7 +339,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
         information = infos[owners[0]]
         world = worlds.current()
         tensor = torch.empty(
-            information.shape, dtype=information.dtype, device=world.device if world else None
+            information.shape, dtype=information.dtype, device=world.device if world else "cpu"
         )
     return broadcast(tensor, from_process=owners[0])
 

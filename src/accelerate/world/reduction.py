@@ -113,7 +113,8 @@ def reduce_leaves(
     for leaf in packed.leaves:
         # All ranks read it alike, whatever default dtype each has.
         is_float = reduction == "mean" and leaf.dtype == torch.int64
-        total = torch.empty(leaf.shape, dtype=torch.float64 if is_float else accumulation_dtype(leaf.dtype))
+        dtype = torch.float64 if is_float else accumulation_dtype(leaf.dtype)
+        total = torch.empty(leaf.shape, dtype=dtype, device="cpu")
         totals.append(_view_total(messages.buffer, start, total))
         start += align(total.nbytes)
     return totals

@@ -187,7 +187,7 @@ class Bnb8bitQuantizer(BnbQuantizer):
         self, layer: nn.Module, weight: torch.Tensor, state: Mapping[str, torch.Tensor], device: torch.device
     ) -> nn.Parameter:
         """Return the weight of saved int8 values and scales."""
-        if state.get("weight_format", torch.tensor(0)).item() != 0:
+        if "weight_format" in state and state["weight_format"].item() != 0:
             raise CheckpointError(
                 "8-bit weights are not saved row by row",
                 why="older versions of bitsandbytes wrote layouts of single GPU families",

@@ -106,11 +106,12 @@ class TorchAOQuantizer(Quantizer):
 
         Source: oneDNN Developer Guide, "Nuances of int8 Computations".
         """
-        probe = nn.Linear(64, 32, bias=False)
-        probe.weight = nn.Parameter(torch.ones(32, 64), requires_grad=False)
+        probe = nn.Linear(64, 32, bias=False, device="cpu")
+        probe.weight = nn.Parameter(torch.ones(32, 64, device="cpu"), requires_grad=False)
         self.quantization.quantize_(probe, self.quantization.Int8DynamicActivationInt8WeightConfig())
         with torch.no_grad():
-            return not torch.allclose(probe(torch.ones(32, 64)), torch.tensor(64.0), rtol=0.02)
+            products = probe(torch.ones(32, 64, device="cpu"))
+        return not torch.allclose(products, torch.full_like(products, 64.0), rtol=0.02)
 
     def _scheme(self) -> Any:
         library = self.quantization
@@ -152,7 +153,8 @@ class TorchAOQuantizer(Quantizer):
     ) -> nn.Parameter:
         """Return the weight of the plain tensors that were saved of one, in the same scheme."""
         dtype: Any = self.config.torch_dtype
-        pattern = self.quantize(layer, torch.zeros(weight.shape, dtype=dtype), torch.device("cpu"))
+        zeros = torch.zeros(weight.shape, dtype=dtype, device="cpu")
+        pattern = self.quantize(layer, zeros, torch.device("cpu"))
         parts = {_PARTS + name: value for name, value in _list_parts(pattern).items()}
         saved = {"weight": weight, **state}
         fits = {n: (t.shape, t.dtype) for n, t in saved.items()} == {

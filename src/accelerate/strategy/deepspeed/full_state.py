@@ -202,7 +202,9 @@ def shape_template(module: nn.Module) -> dict[str, Any]:
     state = module.state_dict(keep_vars=True)
     partitioned = {id(value): value for value in state.values() if hasattr(value, "ds_id")}
     # One element of memory for each: ties are detected by it.
-    like = {key: torch.empty(1).expand(_numel(p)).view(_shape(p)) for key, p in partitioned.items()}
+    like = {
+        key: torch.empty(1, device="cpu").expand(_numel(p)).view(_shape(p)) for key, p in partitioned.items()
+    }
     return {name: like.get(id(value), value) for name, value in state.items()}
 
 

@@ -325,7 +325,8 @@ def join_pieces(pieces: Iterable[GradientPiece]) -> torch.Tensor:
     reduced: set[tuple[Any, ...]] = set()
     for piece in pieces:
         if total is None:
-            total = torch.zeros(piece.shape, dtype=torch.promote_types(piece.values.dtype, torch.float32))
+            dtype = torch.promote_types(piece.values.dtype, torch.float32)
+            total = torch.zeros(piece.shape, dtype=dtype, device="cpu")
         key = (piece.offsets, tuple(piece.values.shape))
         if piece.ranks == 0 and key in reduced:
             continue

@@ -105,9 +105,9 @@ class OneFOneBCall:
             stage.backward_context = self._backward_context
             stage.submod.run_chunk = partial(self._run_chunk, stage.stage_index)
         chunks = self.options.num_microbatches
-        targets = {"target": torch.arange(chunks)} if self.runner.has_last_stage else {}
+        targets = {"target": torch.arange(chunks, device="cpu")} if self.runner.has_last_stage else {}
         options = {"return_outputs": False} if accepts(type(schedule).step, "return_outputs") else {}
-        schedule.step(chunk=torch.arange(chunks), **options, **targets)
+        schedule.step(chunk=torch.arange(chunks, device="cpu"), **options, **targets)
         for stage in stages:
             stage.clear_runtime_states()
         idle.append(schedule)
