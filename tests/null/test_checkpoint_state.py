@@ -562,6 +562,28 @@ def test_a_changed_number_of_the_weights_is_found_whichever_file_is_the_largest(
         load.load(CheckpointContents(models=[weights]), path)
 
 
+@pytest.mark.parametrize(
+    ("more", "why"), [({}, "its digest is"), ({"other": torch.ones(1)}, "bytes, expected")]
+)
+def test_the_manifest_of_files_that_a_program_has_replaced_can_be_deleted(
+    tmp_path: Path, more: dict[str, torch.Tensor], why: str
+) -> None:
+    """Some write a checkpoint of their own over one that they have saved; the error says what to do then."""
+    from safetensors.torch import save_file
+
+    accelerator, model = Accelerator(), torch.nn.Linear(2, 1, bias=False)
+    accelerator.prepare(model)
+    accelerator.save_state(tmp_path)
+    save_file({"weight": torch.ones(1, 2), **more}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=why) as error:
+        accelerator.load_state(tmp_path)
+    assert error.value.fix is not None
+    assert "delete manifest.json" in error.value.fix
+    (tmp_path / "manifest.json").unlink()
+    accelerator.load_state(tmp_path, strict=False)
+    assert model.weight.tolist() == [[1.0, 1.0]]
+
+
 def test_a_truncated_file_is_told_by_its_size(tmp_path: Path) -> None:
     path = save.save(training(steps=2), tmp_path / "c")
     damage(path / "optimizer.bin", "truncated")

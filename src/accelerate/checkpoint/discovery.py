@@ -25,6 +25,7 @@ from accelerate.checkpoint.file_access import CheckpointExistsError, CheckpointN
 from accelerate.checkpoint.layout import (
     AUTOMATIC_FOLDER,
     AUTOMATIC_NAME,
+    DAMAGE_FIX,
     MANIFEST_NAME,
     RNG_STATE_NAME,
     Manifest,
@@ -245,7 +246,7 @@ def named_checkpoint(store: CheckpointStorage, name: str) -> CheckpointCandidate
         raise CheckpointError(
             f"the checkpoint {path} is damaged",
             why=candidate.problem,
-            fix="load another one, or put the file back; nothing was changed",
+            fix=DAMAGE_FIX,
         )
     return candidate
 

@@ -62,6 +62,10 @@ SHARDED_MODEL_NAME = "pytorch_model_fsdp"
 SHARDED_INDEX = ".metadata"
 
 MANIFEST_NAME = "manifest.json"
+DAMAGE_FIX = (
+    "load another checkpoint, or put the file back; if a program has replaced files on purpose, delete "
+    f"{MANIFEST_NAME}: they are loaded unverified. Nothing was changed"
+)
 AUTOMATIC_FOLDER = "checkpoints"
 AUTOMATIC_NAME = "checkpoint"
 

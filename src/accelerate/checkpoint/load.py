@@ -235,7 +235,7 @@ def verify_files(folder: Path, manifest: Manifest, ranks: CheckpointRankGroup) -
             raise kind(
                 f"{folder / damage.name} is {damage.state}",
                 why=damage.why,
-                fix="load another checkpoint; nothing was changed",
+                fix=layout.DAMAGE_FIX,
             )
 
 
