@@ -325,7 +325,7 @@ def test_an_optimizer_of_another_class_is_prepared_by_name(
     assert same is keyed
     assert accelerator._optimizers == []
     assert "prepare_optimizer() takes an optimizer of any class" in caplog.text
-    with pytest.raises(PrepareError, match="give it to prepare_optimizer"):
+    with pytest.raises(PrepareError, match="use prepare_optimizer"):
         Accelerator(cpu=True, strict=True).prepare(keyed)
     prepared: Any = accelerator.prepare_optimizer(keyed)  # type: ignore[arg-type]
     before = model.weight.detach().clone()

@@ -354,16 +354,14 @@ class Preparer:
             return
         self._unprepared_types.add(kind)
         what = "models (nn.Module), optimizers (Optimizer), schedulers (LRScheduler) and DataLoaders of torch"
-        fix = "wrap data in a DataLoader"
         note = ", so every process sees all of it" if hasattr(value, "__iter__") else ""
         if hasattr(value, "param_groups"):
-            fix, note = "give it to prepare_optimizer", ", and it steps at each call, on the gradients it has"
-            what += "; prepare_optimizer() takes an optimizer of any class"
+            note = ", and it steps at each call (prepare_optimizer() takes an optimizer of any class)"
         if self.options.strict:
             raise PrepareError(
                 f"a {kind.__name__} cannot be prepared",
                 why=f"prepare takes {what}",
-                fix=f"leave it out of prepare, {fix}, or run without strict",
+                fix="leave it out, wrap data in a DataLoader, use prepare_optimizer, or run without strict",
             )
         if self.runtime.world.rank == 0:
             logger.warning("prepare() gives back a %s as it is%s: it prepares %s", kind.__name__, note, what)

@@ -393,8 +393,7 @@ class OffloadedTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         # The memo keeps a hook's mapping and the stand-ins over it together; files are not copied.
         source = copy.deepcopy(self.source, memo)
-        stand_in = memo[id(self)] = make_stand_in(self, source, self.execution_device)
-        return stand_in
+        return memo.setdefault(id(self), make_stand_in(self, source, self.execution_device))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         # Torch would make a tensor of a number on "this" device, where it has no value.
