@@ -172,9 +172,27 @@ def test_a_precision_that_the_configuration_disables_is_refused() -> None:
         Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision="bf16")
     Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision="no")
     plugin = DeepSpeedPlugin(hf_ds_config=CONFIG)
+    plugin.deepspeed_config["bf16"]["enabled"] = False  # by the program, before the Accelerator
+    with pytest.raises(SettingError, match=r"mixed_precision is bf16, but .*bf16.enabled: false"):
+        Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision="bf16")
+    plugin = DeepSpeedPlugin(hf_ds_config=CONFIG)
     plugin.set_mixed_precision("no")  # this is no wish of the configuration
     plugin.set_mixed_precision("bf16")
     assert plugin.precision == "bf16"
+
+
+def test_each_plugin_of_several_keeps_its_own_precision() -> None:
+    """Such as the moving average of a model that trains in bf16, which a program keeps in float32."""
+    plugins = {name: DeepSpeedPlugin(hf_ds_config=CONFIG) for name in ("train", "average", "bf16")}
+    plugins["average"].deepspeed_config["bf16"]["enabled"] = False
+    plugins["bf16"].deepspeed_config["bf16"]["enabled"] = True
+    for given, expected in (("bf16", (True, False, True)), ("no", (False, False, True))):
+        accelerator = Accelerator(cpu=True, mixed_precision=given, deepspeed_plugins=plugins)
+        for name, enabled in zip(plugins, expected, strict=True):
+            accelerator.state.select_deepspeed_plugin(name)
+            model = nn.Linear(2, 2)
+            plan = accelerator.plan(model, torch.optim.SGD(model.parameters(), 0.1)).text
+            assert f'"bf16": {{"enabled": {json.dumps(enabled)}}}' in plan
 
 
 @pytest.mark.parametrize("table", [{}, {"enabled": "auto"}])

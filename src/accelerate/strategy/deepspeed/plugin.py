@@ -52,7 +52,8 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         self.dschf: Any = None
         # Nobody gave gradient_accumulation_steps; 1 in the configuration is then no wish.
         self.assumes_steps = False
-        self._disabled_precisions: list[str] = []  # by the user's configuration
+        # By kind: what was written into the configuration here; any other False is the program's.
+        self._written_precision: dict[str, Any] = {}
         # By kind: whether it was enabled before the last Accelerator, and since.
         self._adopted_precision: dict[str, tuple[Any, Any]] = {}
         # (the dict, its content since an engine was made, its content before)
@@ -122,8 +123,6 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             source = HfDeepSpeedConfig(source)
         self.hf_ds_config: Any = source
         config = source.config
-        disabled = (kind for kind in _PRECISIONS if config_tree.get_key(config, f"{kind}.enabled") is False)
-        self._disabled_precisions = list(disabled)
         if not isinstance(config.get("zero_optimization"), Mapping):
             raise SettingError(
                 "the DeepSpeed configuration (hf_ds_config) has no table zero_optimization",
@@ -250,34 +249,47 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         for kind in _PRECISIONS:
             enabled = self._is_enabled(kind)
             other = enabled is True and mixed_precision in _PRECISIONS and mixed_precision != kind
-            is_disabled = enabled is False and mixed_precision == kind and kind in self._disabled_precisions
-            if other or is_disabled:
+            if other or (mixed_precision == kind and self._is_disabled(kind)):
                 claim = f"mixed_precision is {mixed_precision}"
                 raise config_tree.contradiction(claim, f"{kind}.enabled", enabled)
-        chosen = self.precision or (mixed_precision if mixed_precision in _PRECISIONS else None)
-        for kind in _PRECISIONS:
-            if chosen is not None or self._is_enabled(kind) == AUTO:
-                self._set_enabled(kind, kind == chosen)
+        self._fill_precision(mixed_precision)
 
-    def adopt_mixed_precision(self, mixed_precision: str) -> None:
+    def _fill_precision(self, mixed_precision: str) -> None:
+        is_free = mixed_precision in _PRECISIONS and not self._is_disabled(mixed_precision)
+        chosen = self.precision or (mixed_precision if is_free else None)
+        for kind in _PRECISIONS:
+            enabled, is_chosen = self._is_enabled(kind), kind == chosen
+            if enabled is not is_chosen and (chosen is not None or enabled == AUTO):
+                self._set_enabled(kind, is_chosen)
+
+    def adopt_mixed_precision(self, mixed_precision: str, must_match: bool = True) -> None:
         """Set the mixed precision of an ``Accelerator``, which takes the place of an earlier one's.
+
+        Args:
+            mixed_precision: its name.
+            must_match: False keeps a precision that the configuration enables or disables by itself.
 
         Raises:
             SettingError: as ``set_mixed_precision``.
         """
         for kind, (before, since) in self._adopted_precision.items():
-            if self._is_enabled(kind) == since:
+            if self._is_enabled(kind) == since != before:
                 self._set_enabled(kind, before)
         before_any = {kind: self._is_enabled(kind) for kind in _PRECISIONS}
         self._adopted_precision = {}
-        self.set_mixed_precision(mixed_precision)
+        (self.set_mixed_precision if must_match else self._fill_precision)(mixed_precision)
         self._adopted_precision = {kind: (before_any[kind], self._is_enabled(kind)) for kind in _PRECISIONS}
+
+    def _is_disabled(self, kind: str) -> bool:
+        """Return whether the program has disabled it: a False that was not written here."""
+        return self._is_enabled(kind) is False and self._written_precision.get(kind) is not False
 
     def _is_enabled(self, kind: str) -> Any:
         return config_tree.get_key(self.deepspeed_config, f"{kind}.enabled")
 
     def _set_enabled(self, kind: str, value: Any) -> None:
         """Set it in the configuration, and in its copies before and after the last ``prepare``."""
+        self._written_precision[kind] = value
         for config in (self.deepspeed_config, *(self._shown_config or ())[1:]):
             config_tree.set_key(config, f"{kind}.enabled", value)
             if value is None:

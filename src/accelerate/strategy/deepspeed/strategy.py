@@ -138,7 +138,8 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, DeepSpeedBackward, Mo
         if not is_installed("deepspeed"):
             raise MissingExtraError("deepspeed", "training by the strategy 'deepspeed'")
         for plugin in self.table.values():
-            plugin.adopt_mixed_precision(self.request.precision)
+            # Of several plugins, each may have a precision of its own, such as a teacher's.
+            plugin.adopt_mixed_precision(self.request.precision, must_match=len(self.table) == 1)
             if plugin.precision == "fp16" and self.world.device.type == "cpu":
                 raise SettingError(
                     "DeepSpeed cannot compute in fp16 on the CPU",
@@ -185,11 +186,12 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, DeepSpeedBackward, Mo
         if bundle.training:
             add_configured_optimizer(bundle, self.engines, self.plugin.config_template())
         host, advances = self.world.device.type == "cpu", bundle.schedule_advances(self.data_shard.count)
+        precision = self.request.precision if len(self.table) == 1 else self.plugin.precision or "no"
         specs = engine_specs(
             bundle,
             self.engines,
             self.plugin,
-            self.request.precision,
+            precision,
             self.world.size,
             host=host,
             schedule_advances=advances,
