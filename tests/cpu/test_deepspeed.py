@@ -812,12 +812,7 @@ def refused_case() -> None:
         wrapped, _, taken = given.prepare(cast("Any", loose), adamw(loose), loader)
     assert wrapped.train_batch_size() == 3 * given.num_processes
     assert [len(batch) for batch in taken] == [4]
-    clipped = {**ASKED["2"], "gradient_clipping": 1.0}
-    accelerator, model, optimizer = engine(clipped)
-    accelerator.backward(loss_of(model, next(batches(1))))
-    with pytest.raises(SettingError, match=r"given 0\.5, but the DeepSpeed configuration says"):
-        accelerator.clip_grad_norm_(model.parameters(), 0.5)
-    accelerator, model, optimizer = engine({"zero_optimization": {"stage": 2}})
+    accelerator, model, optimizer = engine({"zero_optimization": {"stage": 2}}, strict=True)
     accelerator.backward(loss_of(model, next(batches(1))))
     with pytest.raises(SettingError, match=r"has no gradient_clipping, and DeepSpeed takes 1\.0"):
         accelerator.clip_grad_norm_(model.parameters(), 0.5)
@@ -834,11 +829,31 @@ def refused_case() -> None:
         accelerator.get_state_dict(model)
 
 
+def another_limit() -> None:
+    """The limit of the configuration counts, as in 1.x, beside one that a program lowers in each step."""
+    accelerator, model, optimizer = engine({**ASKED["2"], "gradient_clipping": 0.5})
+    reference = tiny()
+    plain = adamw(reference)
+    with warnings.catch_warnings(record=True) as caught:
+        for limit, words in zip((0.1, 0.001), batches(2), strict=True):
+            accelerator.backward(loss_of(model, words))
+            norm = accelerator.clip_grad_norm_(model.parameters(), limit)
+            optimizer.step()
+            loss_of(reference, words).backward()
+            expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6)
+            plain.step()
+            plain.zero_grad()
+    (said,) = (text for each in caught if "clip_grad_norm_" in (text := str(each.message)))
+    assert "given 0.1, but the DeepSpeed configuration says gradient_clipping: 0.5, which counts" in said
+    torch.testing.assert_close(model.module.embed.weight, reference.embed.weight, rtol=0, atol=1e-5)
+
+
 USES = (
     *(omitted_steps, accumulate_by_hand, step_without_backward, zero_grad_first),
     *(bf16, windows, drop_gradients, two_models, two_accelerators, reference_model, apart, prepare_again),
     *(engine_of_the_accelerator, engine_wrappers_of_a_program, stand_ins, configured_optimizer),
-    *(total_of_a_schedule, refused_case),
+    *(total_of_a_schedule, refused_case, another_limit),
 )
 
 

@@ -186,6 +186,7 @@ class Preparer:
             self.options.dataloader.split_batches,
             self.runtime.gradients.plugin_kwargs.get("step_scheduler_once", False),
             program_reduces_gradients="NO" in assigned,
+            strict=self.options.strict,
         )
 
     def prepare(

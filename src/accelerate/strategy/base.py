@@ -54,6 +54,7 @@ class PrepareBundle:
         step_scheduler_once: an optimizer step advances a schedule once, also without ``split_batches``.
         program_shards_sequences: context parallelism is the program's, in batches and in attention.
         program_reduces_gradients: so is the mean of gradients: it has set ``distributed_type`` to NO.
+        strict: an option that cannot take effect is an error, not a warning.
         given_unwrapped: prepared models for which the user's own object was given, as after ``unwrap_model``.
     """
 
@@ -66,6 +67,7 @@ class PrepareBundle:
     step_scheduler_once: bool = False
     program_shards_sequences: bool = False
     program_reduces_gradients: bool = False
+    strict: bool = False
     given_unwrapped: list[nn.Module] = field(default_factory=list)
 
     def schedule_advances(self, data_shards: int) -> int:

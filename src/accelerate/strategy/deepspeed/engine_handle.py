@@ -43,6 +43,8 @@ class EngineHandle:
         groups: the parameters of the optimizer's groups, as the user made them.
         scheduler: the schedule that DeepSpeed advances, or None.
         clip_norm: ``gradient_clipping`` of the configuration; 0 is none.
+        is_strict: another limit in ``clip_grad_norm_`` is an error, not one warning.
+        has_warned_of_limit: that warning was given.
         has_gradients: whether a backward has run since gradients were used or cleared.
         has_run_backward: whether one has ever run, or its lack was told.
         window_complete: whether the last backward was the last of its window.
@@ -59,6 +61,8 @@ class EngineHandle:
     groups: list[list[torch.Tensor]] = field(default_factory=list)
     scheduler: Any = None
     clip_norm: float = 0.0
+    is_strict: bool = False
+    has_warned_of_limit: bool = False
     has_gradients: bool = False
     has_run_backward: bool = False
     window_complete: bool = False
@@ -238,6 +242,28 @@ class EngineHandle:
         # Trainers ask for it after clipping, when DeepSpeed would tell that of the step before.
         self.engine._global_grad_norm = norm
         return norm
+
+    def clip_next_step(self, max_norm: float) -> None:
+        """Clip by ``max_norm`` in the next step; a limit in the configuration counts instead, as in 1.x.
+
+        Raises:
+            SettingError: the run is strict, and the configuration has another limit.
+        """
+        limit = self.clip_norm
+        if max_norm in (limit, float("inf")):
+            return
+        if not limit:
+            self.set_clipping(max_norm)
+            return
+        is_set = "gradient_clipping" in self.config
+        says = "says gradient_clipping:" if is_set else "has no gradient_clipping, and DeepSpeed takes"
+        claim = f"clip_grad_norm_ was given {max_norm}, but the DeepSpeed configuration {says} {limit}"
+        fix = 'write "gradient_clipping": "auto" there'
+        if self.is_strict:
+            raise SettingError(claim, why="the run is strict", fix=fix)
+        if not self.has_warned_of_limit:
+            self.has_warned_of_limit = True
+            warn_user(f"{claim}, which counts, as in 1.x: for the argument to count, {fix}")
 
     def set_clipping(self, value: float) -> None:
         """Make the next step scale gradients so that their norm is at most ``value``; 0 scales nothing."""

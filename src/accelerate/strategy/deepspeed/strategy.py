@@ -221,6 +221,7 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, DeepSpeedBackward, Mo
             if not any(job.model is model for model in bundle.objects_of("model")):
                 bundle.objects.append(job.model)
                 bundle.kinds.append("model")
+        handle.is_strict = bundle.strict
         self.engines.add(handle)
         if job.optimizer is not None:  # the configuration of others lacks optimizer, schedule and ZeRO stage
             self.plugin.publish_config(job.engine_config.config)
@@ -316,8 +317,11 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, DeepSpeedBackward, Mo
     ) -> torch.Tensor:
         """Return the norm over all ranks; DeepSpeed's next step clips by ``max_norm``.
 
+        As in 1.x, a limit in the configuration counts instead; there is one warning where the two differ.
+
         Raises:
-            PrepareError: another norm than the Euclidean, or another limit than the configuration's.
+            PrepareError: another norm than the Euclidean.
+            SettingError: the run is strict, and the configuration has another limit.
         """
         clipped = set(parameters)
         handle = self._engine_to_clip(clipped)
@@ -332,18 +336,8 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, DeepSpeedBackward, Mo
             raise PrepareError(
                 f"clip_grad_norm_ with norm_type={norm_type}", why="DeepSpeed clips by the Euclidean norm"
             )
-        if (limit := handle.clip_norm) and max_norm not in (limit, float("inf")):
-            is_set = "gradient_clipping" in handle.config
-            says = "says gradient_clipping:" if is_set else "has no gradient_clipping, and DeepSpeed takes"
-            raise SettingError(
-                f"clip_grad_norm_ was given {max_norm}, but the DeepSpeed configuration {says} {limit}",
-                why="each of the two would train in another way",
-                fix='write "gradient_clipping": "auto" there' + (", or keep one of them" if is_set else ""),
-            )
-        norm = handle.global_norm()
-        if max_norm != float("inf"):
-            handle.set_clipping(max_norm)
-        return norm.to(self.world.device)
+        handle.clip_next_step(max_norm)
+        return handle.global_norm().to(self.world.device)
 
     def clip_value(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
         """Refuse: DeepSpeed has no clipping by value."""
