@@ -167,6 +167,8 @@ def saves(folder: str) -> None:
         assert loop(accelerator, model, optimizer, steps=3) == numbers
         weights = accelerator.get_state_dict(model)
         accelerator.save_model(model, f"{folder}/export{stage}")
+        if accelerator.is_main_process:  # alone: no rank holds shards of these
+            accelerator.save_model(model if stage == "2" else tiny(), f"{folder}/alone{stage}")
         if accelerator.is_main_process:
             torch.save((numbers, weights), f"{folder}/end{stage}.pt")
         accelerator.wait_for_everyone()
@@ -234,7 +236,8 @@ def test_states_come_back_in_any_stage_and_under_other_strategies(ranks: RankSer
     assert (own / "pytorch_model").is_dir()
     assert (own / "latest").read_text() == "pytorch_model"
     assert not (own / "model.safetensors").exists()
-    assert (tmp_path / "whole3" / "model.safetensors").exists()
+    for name in ("whole3", "alone2", "alone3"):
+        assert (tmp_path / name / "model.safetensors").exists()
     ranks(2, resumes, folder, timeout=200)
     numbers, weights = torch.load(tmp_path / "end3.pt")
     for n, kind in ((1, "single"), (2, "fsdp")):

@@ -311,23 +311,30 @@ def test_the_last_save_of_a_script_does_not_wait_for_ranks_that_have_ended(
     assert (tmp_path / "last" / "manifest.json").is_file()
 
 
-def exported(folder: str) -> tuple[bool, bool]:
-    training = Training()
+def exported(folder: str, version: int) -> tuple[bool, bool]:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    plugin = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=version)} if version else {}
+    training = Training(**plugin)
+    # Beside sharded models, only one that was never prepared, such as a moving average.
+    model = nn.Linear(4, 1) if version else training.model
     file = Path(folder) / "model.safetensors"
     training.step()
     if training.accelerator.is_main_process:
-        training.accelerator.save_model(training.model, folder)
+        training.accelerator.save_model(model, folder)
     alone = file.is_file()
     training.step()
     file.unlink(missing_ok=True)
     training.accelerator.wait_for_everyone()
+    training.accelerator.save_model(model, folder)
     training.accelerator.save_model(training.model, folder)
     return alone, file.is_file()
 
 
-def test_the_main_process_exports_weights_alone(ranks: RankServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_the_main_process_exports_weights_alone(ranks: RankServer, tmp_path: Path, version: int) -> None:
     """And where all call, the file is there for all."""
-    (alone, together), (_, also) = ranks(2, exported, str(tmp_path / "m"))
+    (alone, together), (_, also) = ranks(2, exported, str(tmp_path / "m"), version)
     assert (alone, together, also) == (True, True, True)
 
 

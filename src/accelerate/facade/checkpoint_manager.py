@@ -169,7 +169,8 @@ class CheckpointManager:
         """
         strategy, prepared, options = self.strategy, self.prepared, dict(engine_options or {})
         is_sharded = strategy.saves_sharded if sharded is None else sharded
-        may_be_solo, in_turn = not is_sharded and self._may_be_solo, FirstProcessBlock.open_count > 0
+        may_be_solo = not is_sharded and strategy.replicates_model and self._may_be_solo
+        in_turn = FirstProcessBlock.open_count > 0
         number = saves_alone("save_state", self._choose_number, in_turn) if may_be_solo else None
         if number is not None and not self.writes_exports:
             self.project.iteration = number
@@ -306,9 +307,9 @@ class CheckpointManager:
 
     @property
     def _may_be_solo(self) -> bool:
-        """Return whether the main process has all that an unsharded save needs, so that it may save alone."""
+        """Return whether the main process may write files alone: it is the only one that writes them."""
         each_node = self.project.save_on_each_node and worlds.is_open()
-        return self.strategy.replicates_model and self.world.size > 1 and not each_node
+        return self.world.size > 1 and not each_node
 
     def wait(self, release: bool = False) -> Path | str | None:
         """Wait until the checkpoint that is written in the background is committed; return its folder."""
@@ -443,7 +444,8 @@ class CheckpointManager:
                     "not those to evaluate: call optimizer.eval() before, and optimizer.train() after"
                 )
         folder = Path(save_directory)
-        # Before anything is written: the main process may be the only one that calls.
+        # Before anything is written: the main process may be the only one that calls. To get the state of a
+        # sharded model, all have called.
         in_turn = FirstProcessBlock.open_count > 0
         is_solo = self._may_be_solo and saves_alone("save_model", in_turn=in_turn) is not None
         ranks = CheckpointRankGroup() if is_solo else CheckpointRankGroup.current()

@@ -310,12 +310,18 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
         return "SHARDED_STATE_DICT" in str(self.plugin.state_dict_type)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the gathered state dict, on the host of rank 0; other ranks get nothing. Collective."""
+        """Return the gathered state dict, on the host of rank 0; other ranks get nothing.
+
+        Collective, unless the model was never prepared and has no sharded parameters.
+        """
+        from torch.distributed.tensor import DTensor
+
         from accelerate.strategy.sharding.full_state import model_state
         from accelerate.strategy.sharding.initial_weights import refuse_uninitialized, uninitialized_names
 
-        names_by_rank = collective.all_gather_object(uninitialized_names(model), "get_state_dict")
-        refuse_uninitialized(name for names in names_by_rank for name in names)
+        if model in self.models or any(isinstance(p, DTensor) for p in model.parameters()):
+            names_by_rank = collective.all_gather_object(uninitialized_names(model), "get_state_dict")
+            refuse_uninitialized(name for names in names_by_rank for name in names)
         return model_state(model, self._is_leader)
 
     def check_materialized(self, model: nn.Module) -> None:
