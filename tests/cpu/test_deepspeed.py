@@ -261,7 +261,6 @@ def bf16() -> None:
         same_losses(loop(accelerator, model, optimizer, steps=4), within=2e-2)
     words = next(batches(1))
     assert model(words).dtype is torch.bfloat16
-    cast_inputs()
     assert model.module.embed.weight.dtype is torch.bfloat16
     flat = optimizer.param_groups[0]["params"][0]
     assert flat.dtype is torch.float32
@@ -274,38 +273,68 @@ def bf16() -> None:
     assert accelerator.mixed_precision == "bf16"
 
 
-class InputDtypes(nn.Module):
-    """Tells the dtypes of its inputs; the timesteps of a diffusion model are one number for each sample."""
+class Float32Norm(nn.LayerNorm):
+    """Computes in float32 whatever the dtype of its weights, as models of diffusion have it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x.float(), self.normalized_shape, self.weight.float()).type_as(x)
+
+
+class WideInputs(nn.Module):
+    """Gives float32, with which it computes before, to each kind of layer that torch would let raise."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(2, 1)
+        self.linear, self.norm, self.own = nn.Linear(4, 4), nn.LayerNorm(4), Float32Norm(4, bias=False)
+        self.conv, self.groups, self.prelu = nn.Conv1d(3, 3, 1), nn.GroupNorm(1, 3), nn.PReLU()
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
 
-    def forward(self, latents: torch.Tensor, timesteps: torch.Tensor, labels: Any, batch: Any = None) -> Any:
-        """(rows, 2), (rows,), dicts of (rows,) -> its outputs, and the dtypes."""
-        inputs = latents, timesteps, labels["y"], *(batch or {}).values()
-        return self.layer(latents), [str(each.dtype) for each in inputs]
+    def forward(self, batch: dict[str, torch.Tensor], packs: bool = False) -> dict[str, torch.Tensor]:
+        """{"x": (rows, 3, 4)} -> what each layer makes of it."""
+        x = batch["x"]
+        spectrum = torch.fft.rfft(x.float()).abs() if packs else torch.fft.rfft(x).abs()
+        sequences: Any = nn.utils.rnn.pack_padded_sequence(x, [3] * len(x), batch_first=True) if packs else x
+        state = x.new_zeros(1, len(x), 4)
+        layers = (self.linear, self.norm, self.conv, self.groups, self.prelu)
+        outputs = {type(layer).__name__: layer(x) for layer in layers}
+        recurrent = self.lstm(sequences, (state, state))[0]
+        outputs["LSTM"] = recurrent.data if packs else recurrent
+        outputs["attention"] = self.attention(x, key=x, value=x, attn_mask=x.new_zeros(3, 3))[0]
+        return {**outputs, "own": self.own(x), "spectrum": spectrum}
 
 
-def cast_inputs() -> None:
-    """Numbers that 16 bits round away, such as timesteps, keep their 32; labels go with the outputs."""
+def wide_inputs() -> None:
+    """A model gets float32 as it is; its layers cast what torch would refuse; outputs are float32 then."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
-    plugin = DeepSpeedPlugin(hf_ds_config=ASKED["2"])
-    accelerator, module = (
-        Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision="bf16"),
-        InputDtypes(),
-    )
-    model, _ = accelerator.prepare(module, torch.optim.AdamW(module.parameters()))
-    inputs = torch.ones(3, 2), torch.tensor([998.66, 1.0, 2.0]), {"y": torch.ones(3)}
-    expected = ["torch.bfloat16", "torch.float32", "torch.bfloat16"]
-    outputs, told = model(*inputs)
-    assert (told, outputs.dtype) == (expected, torch.float32)
-    assert model(inputs[0].bfloat16(), inputs[1], {"y": inputs[1].bfloat16()})[0].dtype is torch.bfloat16
-    assert model(inputs[0], timesteps=inputs[1], labels=inputs[2])[1] == expected
-    batch = {"timesteps": inputs[1], "labels": inputs[1]}
-    for told in model(*inputs, batch)[1], model(*inputs, batch=batch)[1]:
-        assert told == [*expected, *expected[1:]]
+    for stage in ("2", "3"):
+        plugin = DeepSpeedPlugin(hf_ds_config=ASKED[stage])
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision="bf16")
+        module, x = WideInputs(), torch.randn(4, 3, 4)
+        with torch.no_grad():
+            plain = module({"x": x})
+        model, optimizer = accelerator.prepare(cast("Any", module), adamw(module))
+        for packs in (False, True):
+            outputs = model({"x": x}, packs)
+            assert {value.dtype for value in outputs.values()} == {torch.float32}
+            for name, value in plain.items():
+                exact = name in ("own", "spectrum")
+                if not (packs and name == "LSTM"):
+                    torch.testing.assert_close(outputs[name], value, rtol=0, atol=1e-6 if exact else 0.1)
+        accelerator.backward(sum(value.sum() for value in outputs.values()))
+        optimizer.step()
+        assert model({"x": x.bfloat16()}, True)["Linear"].dtype is torch.bfloat16
+    linear = nn.Linear(2, 1)
+    model, _ = accelerator.prepare(cast("Any", linear), adamw(linear))
+    with torch.autocast("cpu", torch.bfloat16):  # the program's own casts, as in 1.x
+        assert model(torch.ones(1, 2)).dtype is torch.bfloat16
+    linear = nn.Linear(2, 1)
+    model, _ = accelerator.prepare(cast("Any", linear), adamw(linear))
+    for _ in range(8):
+        model(torch.ones(1, 2).bfloat16())
+    with pytest.raises(RuntimeError, match="same dtype"):  # and no hook costs time any more
+        model(torch.ones(1, 2))
 
 
 def windows() -> None:
@@ -854,9 +883,9 @@ def another_limit() -> None:
 
 USES = (
     *(omitted_steps, accumulate_by_hand, step_without_backward, zero_grad_first),
-    *(bf16, windows, drop_gradients, two_models, two_accelerators, reference_model, apart, prepare_again),
-    *(engine_of_the_accelerator, engine_wrappers_of_a_program, stand_ins, configured_optimizer),
-    *(total_of_a_schedule, refused_case, another_limit),
+    *(bf16, wide_inputs, windows, drop_gradients, two_models, two_accelerators, reference_model, apart),
+    *(prepare_again, engine_of_the_accelerator, engine_wrappers_of_a_program, stand_ins),
+    *(configured_optimizer, total_of_a_schedule, refused_case, another_limit),
 )
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 from weakref import WeakValueDictionary
@@ -14,11 +13,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from accelerate.core import environ, tree
-from accelerate.core.errors import PrepareError, list_first, warn_user
+from accelerate.core import environ
+from accelerate.core.errors import PrepareError, SettingError, list_first, warn_user
 from accelerate.strategy.deepspeed import reduced_gradients
 from accelerate.strategy.deepspeed.config_tree import DummyOptim, DummyScheduler, as_param_groups
 from accelerate.strategy.deepspeed.config_tree import get_key as config_value
+from accelerate.strategy.deepspeed.layer_inputs import cast_layer_inputs
 from accelerate.strategy.deepspeed.omitted_steps import OmittedStepWatch
 from accelerate.strategy.protocol.replicated_buffers import broadcast_tensors, sync_buffers
 from accelerate.world import call_site, watchdog
@@ -344,7 +344,7 @@ def make_engine(model: nn.Module, config: Mapping[str, Any], optimizer: Any, sch
     _undo_first_step(handle)
     replicate_buffers(model)
     if dtype is not None:
-        handle.hooks += _cast_inputs_outputs(model, dtype)
+        handle.hooks += cast_layer_inputs(model, dtype)
     if handle.stage == 3:
         handle.hooks.append(_guard_state_dict(engine))
     return handle
@@ -408,50 +408,6 @@ def _undo_first_step(handle: EngineHandle) -> None:
         for high, low in zip(highs, lows, strict=True):
             high.data.copy_(low.data)
     handle.optimizer.state.clear()
-
-
-def _cast_inputs_outputs(module: nn.Module, dtype: torch.dtype) -> list[Any]:
-    """Cast floating point inputs of the module to ``dtype``, and then outputs back to float32, by hooks.
-
-    Outputs keep ``dtype`` where no input was cast, as with token ids: programs give them to layers of that
-    ``dtype``, and a copy of the logits may take more memory than there is.
-
-    Inputs with less than two dimensions are numbers, such as the timesteps of a diffusion model, of which 16
-    bits round some away: they stay as they are, unless they are labels, which are compared with outputs.
-    """
-
-    names = tuple(inspect.signature(module.forward).parameters)
-    has_cast = False
-
-    def to_half(name: str, leaf: Any) -> Any:
-        nonlocal has_cast
-        least_dim = 0 if "label" in name or "target" in name else 2
-        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.dim() < least_dim:
-            return leaf
-        has_cast = has_cast or leaf.dtype is not dtype
-        return leaf.to(dtype)
-
-    def cast(name: str, value: Any) -> Any:
-        """Cast the leaves of an argument, whose names are those of the argument and of the keys to them."""
-        leaves = (to_half(path, leaf) for path, leaf in tree.iterate_leaves(value, name))
-        return tree.replace_leaves(value, leaves)
-
-    def cast_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal has_cast
-        has_cast = False
-        named = zip_longest(names[: len(args)], args, fillvalue="")
-        return tuple(cast(*each) for each in named), cast("", kwargs)
-
-    def to_float32(leaf: Any) -> Any:
-        return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype is dtype else leaf
-
-    def cast_outputs(_: nn.Module, __: Any, outputs: Any) -> Any:
-        return tree.map_tree(to_float32, outputs) if has_cast else outputs
-
-    return [
-        module.register_forward_pre_hook(cast_inputs, with_kwargs=True),
-        module.register_forward_hook(cast_outputs),
-    ]
 
 
 def _guard_state_dict(engine: Any) -> Any:
