@@ -629,7 +629,7 @@ class Accelerator(ProcessMixin):
             args = tuple(self._prepare_cp(*args))
         bundle = self._preparer.make_bundle(args, device_placement)
         bundle.program_shards_sequences = shards_itself
-        replaced = {
+        replaced: dict[ObjectKind, Callable[..., Any]] = {
             kind: method
             for kind, own in _PREPARE_METHODS.items()
             if getattr(method := getattr(self, own.__name__), "__func__", None) is not own
