@@ -467,9 +467,8 @@ class Preparer:
         )
         if share.count < world.size and not is_whole and isinstance(shard, DataLoaderShard):
             shard.set_data_shard(share.count, share.index)
-        loaders, hardware = runtime.gradients.loaders, world.hardware
-        loaders.run_pending = hardware.run_pending if hardware.is_lazy else None
-        shard.active, shard.gradient_state = loaders, runtime.gradients
+        shard.gradient_state, shard.active = runtime.gradients, runtime.gradients.loaders
+        shard.active.run_pending = world.hardware.run_pending if world.hardware.is_lazy else None
         if isinstance(strategy, BatchPlacement):
             slicer = strategy.batch_placer_for(shard)
         shard.slice_batch, shard.data_shard = slicer, share
