@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from accelerate.core.errors import PrepareError
 from tests.support.ranks import RankServer, same_on_all
@@ -55,6 +57,75 @@ def test_uneven_inputs_train_to_the_end(ranks: RankServer, kind: str, dispatch: 
     assert second[1] == first[1][:3]
     assert first[2] == pytest.approx(1 - 0.01 * 14)
     assert (first[3], second[3]) == (4, 4), "the option is as before again"
+
+
+class ShuffledStream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.randperm(5)[:, None] + 1.0)
+
+
+class DynamicBatches:
+    """Batches of any size, with no ``batch_size``; the order is drawn from the program's generator."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for index in torch.randperm(5).tolist():
+            yield [index]
+
+
+def unjoined(kind: str) -> list[Any]:
+    from accelerate import Accelerator
+    from accelerate.utils import gather_object
+
+    accelerator = Accelerator()
+    accelerator.even_batches = False
+    accelerator.dataloader_config.dispatch_batches = False
+    torch.manual_seed(accelerator.process_index)
+    generator = torch.Generator().manual_seed(3)
+    data = TensorDataset(torch.arange(1.0, 6.0)[:, None])
+    options: dict[str, Any] = {
+        "batches": {"batch_sampler": DynamicBatches()},
+        "shuffle": {"shuffle": True},
+        "generator": {"batch_sampler": BatchSampler(RandomSampler(data, generator=generator), 1, False)},
+        "stream": {},
+    }[kind]
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(ShuffledStream() if kind == "stream" else data, **options)
+    )
+    epochs: list[list[float]] = []
+    while sum(map(len, epochs)) < 6:
+        epochs.append([])
+        for batch in loader:
+            x = batch if kind == "stream" else batch[0]
+            epochs[-1].append(x.item())
+            optimizer.zero_grad()
+            accelerator.backward(model(x).pow(2).sum())
+            optimizer.step()
+            if sum(map(len, epochs)) == 6:
+                break
+    weight = accelerator.unwrap_model(model).weight.item()
+    loader.load_state_dict(gather_object([loader.state_dict()])[0])
+    return [epochs, weight, [x.item() for batch in loader for x in batch]]
+
+
+@pytest.mark.parametrize("kind", ["batches", "shuffle", "generator", "stream"])
+def test_ranks_with_more_batches_train_into_the_next_epoch(ranks: RankServer, kind: str) -> None:
+    """Five samples on two ranks, six steps each: rank 0 ends its second epoch, and rank 1 its third."""
+    (first, weight, rest), (second, same_weight, other_rest) = ranks(2, unjoined, kind)
+    assert ([len(epoch) for epoch in first], [len(epoch) for epoch in second]) == ([3, 3], [2, 2, 2])
+    for epoch in (0, 1):
+        assert sorted(first[epoch] + second[epoch]) == [1, 2, 3, 4, 5], "one order, shared out"
+    assert sorted(rest + other_rest) == [1, 2, 3, 4, 5], "the epoch after that of rank 0's state"
+    assert (len(rest), set(rest) & set(second[2])) == (3, set()), "the one that rank 1 has come to"
+    expected = 1.0
+    for one, other in zip(chain(*first), chain(*second), strict=True):
+        expected -= 0.01 * expected * (one**2 + other**2)
+    assert weight == same_weight == pytest.approx(expected, abs=1e-6)
 
 
 def refused() -> list[str]:

@@ -7,6 +7,7 @@ batch is fetched before it is requested.
 from __future__ import annotations
 
 import logging
+import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from accelerate.data.batch_sampler_shard import BatchSamplerShard, copy_loader, shards_batches, slicer_for
 from accelerate.data.batches import FetchedBatch
@@ -247,11 +249,46 @@ def _restore_after_fetch(batches: Iterator[Any], snapshots: list[RNGSnapshot]) -
         yield batch
 
 
-def order_broadcast(epoch: Epoch, shared: bool) -> Broadcast:
-    """Return the function that broadcasts this process's order, or None."""
+def agree_on_order(
+    epoch: Epoch, shared: bool, is_uneven: bool, generators: list[Any], sampler: Any = None
+) -> Broadcast:
+    """Return the function that broadcasts the order of this process; None where nothing is to be sent.
+
+    Where ranks may have more steps than others, one may be in a backward of the epoch before, for which those
+    that begin this one must run theirs. So only the first epoch exchanges anything: the order of each other
+    one follows from that of the epoch before, which all ranks have, and is set here.
+
+    Args:
+        epoch: the epoch that begins.
+        shared: the ranks share out one order.
+        is_uneven: they may have different numbers of steps.
+        generators: see ``open_steps``.
+        sampler: one of torch's whose order is drawn; None: the order is walked.
+    """
     if epoch.data_shard is not None:
-        return epoch.data_shard.broadcast
-    return collective.broadcast_object if shared else None
+        broadcast: Broadcast = epoch.data_shard.broadcast
+    else:
+        broadcast = collective.broadcast_object if shared else None
+    if broadcast is not None and is_uneven and epoch.previous_order is not None and not epoch.is_resumed:
+        epoch.order_state = _next_order_state(epoch, epoch.previous_order, generators, sampler)
+    return broadcast if epoch.order_state is None or epoch.is_resumed else None
+
+
+def _next_order_state(
+    epoch: Epoch, previous: OrderState, generators: list[Any], sampler: Any
+) -> OrderState | None:
+    """Return the state of the order after ``previous``, alike on all ranks; None: that is of another kind."""
+    number = derive(previous.worker_seed, "order", epoch.number)
+    # The order before has advanced the generators alike.
+    state = OrderState(number, generator_states=capture_generators(generators))
+    if sampler is None:
+        cpu, numpy_bits = torch.Generator().manual_seed(number), np.random.MT19937(number)
+        numpy_state: Any = np.random.RandomState(numpy_bits).get_state()
+        state.rng_snapshot = RNGSnapshot(cpu.get_state(), random.Random(number).getstate(), numpy_state)
+        return None if previous.rng_snapshot is None else state
+    needs_seed = type(sampler) is RandomSampler and sampler.generator is None
+    state.seed = number if needs_seed else previous.seed
+    return None if needs_seed and previous.seed is None else state
 
 
 def find_shard(base: DataLoader[Any]) -> BatchSamplerShard | None:
@@ -302,13 +339,15 @@ def open_steps(
     order_state = epoch.order_state if epoch.is_resumed else None
     slicer = slicer_for(holder) if has_known_seed(holder, order_state) else None
     if slicer is not None:
-        broadcast = order_broadcast(epoch, shard is not None)
+        sampler = inner_sampler(holder)
+        is_uneven = slicer.lacks_step(len(sampler), slicer.size - 1)
+        broadcast = agree_on_order(epoch, shard is not None, is_uneven, generators, sampler)
         _, steps = slice_steps(slicer, holder, generators, epoch, broadcast)
     else:
         items = opened or opened_by_loader(
             holder if shard is None else shard.batch_sampler, generators, order_state
         )
-        steps = _walk_steps(items, holder, shard, generators, epoch, order_state)
+        steps = _walk_steps(items, holder, shard, generators, epoch)
     return (step._replace(indices=step.indices[0]) for step in steps) if is_wrapped else steps
 
 
@@ -332,7 +371,7 @@ def slice_steps(
         sampler,
         generators,
         broadcast=broadcast,
-        order_state=epoch.order_state if epoch.is_resumed else None,
+        order_state=epoch.order_state,
         later_states=epoch.later_states,
         always=epoch.data_shard is not None,
     )
@@ -344,7 +383,9 @@ def slice_steps(
             stacklevel=2,
         )
     epoch.length, epoch.samples = len(order), min(offset, len(order))
-    return order, finish_at_end(slicer.steps(order, offset), sampler, epoch.is_resumed and epoch.exhausted)
+    steps = slicer.steps(order, offset)
+    is_short = slicer.lacks_step(len(order) - offset)
+    return order, finish_at_end(steps, sampler, epoch.is_resumed and epoch.exhausted, is_short)
 
 
 def _walk_steps(
@@ -353,11 +394,12 @@ def _walk_steps(
     shard: BatchSamplerShard | None,
     generators: list[Any],
     epoch: Epoch,
-    order_state: OrderState | None,
 ) -> Iterator[StepSampleIndices]:
     shared = isinstance(holder, BatchSamplerShard) and holder.num_processes > 1
+    is_uneven = shared and not (holder.even_batches or holder.drop_last)
+    broadcast = agree_on_order(epoch, shared, is_uneven, generators)
     batches, epoch.order_state = open_walk(
-        items, generators, broadcast=order_broadcast(epoch, shared), order_state=order_state
+        items, generators, broadcast=broadcast, order_state=epoch.order_state
     )
     if shard is not None and shard.unverified is not None:
         batches, shard.unverified = check_first_batch(batches, shard.unverified), None

@@ -544,16 +544,17 @@ def has_known_seed(sampler: Any, order_state: OrderState | None) -> bool:
 
 
 def finish_at_end(
-    steps: Iterator[orders.StepSampleIndices], sampler: Any, exhausted: bool
+    steps: Iterator[orders.StepSampleIndices], sampler: Any, exhausted: bool, is_short: bool = False
 ) -> Iterator[orders.StepSampleIndices]:
     """Yield the same steps, and finish the sampler with the last one.
 
     Args:
         exhausted: its generators have the states after its end already.
+        is_short: other processes have a step more. A loop that all leave before it does not end the order.
     """
     ended = False
     for step in steps:
-        if step.last:
+        if step.last and not is_short:
             ended = True
             orders.finish(sampler, exhausted)
         yield step

@@ -102,6 +102,7 @@ class Epoch:
         active: the iteration has neither ended nor been broken off.
         order_state: the state of its order, set when the first batch is fetched, unless
         is_resumed: the order is that of a checkpoint. The global generators then stay as they are.
+        previous_order: the state of the order of the iteration before this one.
         exhausted: the sampler has come to its end.
         workers_started: an earlier epoch, here or before a checkpoint, has started persistent workers.
         later_states: generator states of the loader and its samplers to restore, if the order is reproduced.
@@ -138,6 +139,7 @@ class Epoch:
     active: bool = True
     order_state: OrderState | None = None
     is_resumed: bool = False
+    previous_order: OrderState | None = None
     exhausted: bool = False
     workers_started: bool = False
     later_states: list[Any] | None = None
@@ -209,10 +211,12 @@ class LoaderPosition:
                 saved is over: the run that went on began a new one there, too.
         """
         record = self.record
+        previous = self.current or record
         epoch = Epoch(
             self.iteration,
             skip,
             batches=skip.batches,
+            previous_order=None if previous is None else previous.order_state,
             workers_started=self._workers_started,
             data_shard=self.data_shard,
         )

@@ -10,7 +10,7 @@ are broadcast. So the order on N processes is the one that rank 0 alone would se
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple, TypeGuard
 
@@ -181,6 +181,11 @@ class RankSampleOrderSlicer:
         return whole + (
             rest > 0 and not self.drop_last and (self.fill_last or self.rank * self.rank_samples < rest)
         )
+
+    def lacks_step(self, samples: int, rank: int | None = None) -> bool:
+        """Return True if this process, or ``rank``, has no part of the last step of ``samples``."""
+        own = self if rank is None else replace(self, rank=rank)
+        return own.count_steps(samples) < replace(self, rank=0).count_steps(samples)
 
     def steps(self, order: torch.Tensor | range, offset: int) -> Iterator[StepSampleIndices]:
         """Yield the steps of this process from ``offset`` samples into the order."""

@@ -23,9 +23,9 @@ from accelerate.data.batch_sampler_shard import BatchSamplerShard, copy_loader
 from accelerate.data.batch_source import (
     PresetIndexSampler,
     WorkerSeedingIndices,
+    agree_on_order,
     find_shard,
     open_steps,
-    order_broadcast,
     read_loader_state,
     restore_loader_state,
     with_index_sampler,
@@ -126,10 +126,10 @@ def stream_batches(
     stream = isinstance(base.dataset, IterableDataset)
     if epoch.fetches is not None:
         base, index_loader = _with_saved_workers(base, epoch.fetches, index_loader)
-    broadcast = order_broadcast(
-        epoch, type(base.dataset) is IterableDatasetShard and base.dataset.num_processes > 1
-    )
-    order_state = epoch.order_state if epoch.is_resumed else None
+    shard = base.dataset if type(base.dataset) is IterableDatasetShard else None
+    is_uneven = shard is not None and not (shard.even_batches or shard.drop_last)
+    shared = shard is not None and shard.num_processes > 1
+    broadcast = agree_on_order(epoch, shared, is_uneven, generators)
     items, count = _select_items(base, generators, epoch, step)
     # The loader of torchdata that has the state of the data; another one has an iterator of an earlier epoch.
     source = base if items is base else None
@@ -141,7 +141,7 @@ def stream_batches(
     isolate = (base.num_workers == 0 or not stream) and not epoch.keeps_torch_numbers
     records_state = epoch.records_loader_state and source is not None
     read_state = partial(read_loader_state, source) if records_state else None
-    own_state = torch.default_generator.get_state()
+    order_state, own_state = epoch.order_state, torch.default_generator.get_state()
     batches, epoch.order_state = open_walk(
         _batches_with_steps(items, None if stream else find_shard(base), read_state),
         generators,
@@ -149,7 +149,7 @@ def stream_batches(
         order_state=order_state,
         isolate=isolate,
     )
-    starts_workers = order_state is None and not (base.persistent_workers and epoch.workers_started)
+    starts_workers = not epoch.is_resumed and not (base.persistent_workers and epoch.workers_started)
     draws_seed = broadcast is not None and starts_workers and base.generator is None
     # Opened with the states of another rank: torch's loader draws a seed for workers on each of them.
     if draws_seed and torch.equal(torch.default_generator.get_state(), own_state):

@@ -14,7 +14,8 @@ from accelerate.core.errors import UNKNOWN_RANK, CollectiveError, PeerError, fin
 DEPARTURES = frozenset({"find_executable_batch_size"})
 SAME_CALLS = (
     "every rank must make the same collective calls in the same order: look for one under a condition on the "
-    "rank (`if accelerator.is_main_process`), or for an error that one rank caught"
+    "rank (`if accelerator.is_main_process`), for an error that one rank caught, or for a rank with more "
+    "batches than others (`even_batches=False` without `join_uneven_inputs`)"
 )
 MAX_TRACEBACK = 20_000  # characters of a stored traceback
 SYSTEM_KNOWS = "what it printed, and what the system says about its memory, may tell more"
