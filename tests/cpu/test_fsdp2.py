@@ -554,9 +554,6 @@ def wrong(case: str) -> None:
     if case == "differs" and accelerator.process_index == 1:
         model.more = nn.Linear(1, 1)
     accelerator.prepare(model, optimizer)
-    if case == "join":
-        with accelerator.join_uneven_inputs([model]):
-            pass
     if case == "local":
         from accelerate.local_sgd import LocalSGD
 
@@ -576,7 +573,6 @@ def wrong(case: str) -> None:
         ("scalar", "PrepareError", "the parameter alpha is a scalar"),
         ("sparse", "PrepareError", "the gradients of more.weight are sparse"),
         ("differs", "PrepareError", "of rank 1 has other parameters than that of rank 0"),
-        ("join", "PrepareError", "cannot join processes that have more inputs"),
         ("local", "LocalTrainingStrategyError", "LocalSGD does not work with the strategy 'fsdp'"),
     ],
 )

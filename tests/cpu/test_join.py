@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import PrepareError, SettingError
 from tests.support.ranks import RankServer, same_on_all
 
 
@@ -146,6 +147,32 @@ def test_what_cannot_join_is_refused(ranks: RankServer) -> None:
         "a Linear cannot join processes that have more inputs",
         "a str cannot join processes that have more inputs",
     ]
+
+
+def sharded() -> list[Any]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    lengths: list[Any] = []
+    for strict in (False, True):
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), strict=strict)
+        model, loader = accelerator.prepare(nn.Linear(1, 1), loader_of("map"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                with accelerator.join_uneven_inputs([model], even_batches=False):
+                    lengths.append(sum(model(x).numel() for (x,) in loader))
+            except SettingError as error:
+                lengths.append(error.what)
+        lengths.append(
+            [str(each.message).partition(":")[0] for each in caught if "join_" in str(each.message)]
+        )
+    return lengths
+
+
+def test_it_has_no_effect_beside_ddp(ranks: RankServer) -> None:
+    """As in 1.x: the loader keeps its fillers, and process 0 warns; a strict run is refused."""
+    text = "join_uneven_inputs has no effect under the strategy 'fsdp'"
+    assert ranks(2, sharded) == [[4, [text], text, []], [4, [], text, []]]
 
 
 def alone() -> int:

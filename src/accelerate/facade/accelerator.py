@@ -1091,14 +1091,28 @@ class Accelerator(ProcessMixin):
     ) -> AbstractContextManager[None]:
         """Return a context for a loop whose ranks may have different numbers of batches.
 
+        Where another strategy than DDP trains, it does nothing and warns.
+
         Args:
             joinables: prepared models.
             even_batches: replaces the option of the prepared loaders inside the block.
 
         Raises:
             PrepareError: a model is not replicated.
+            SettingError: the run is strict, and the strategy is not DDP.
         """
         if not self.use_distributed:
+            return nullcontext()
+        if not (self.strategy.replicates_model and self.distributed_type.startswith("MULTI_")):
+            error = SettingError(
+                f"join_uneven_inputs has no effect under the strategy {self.strategy.name!r}",
+                why="only DDP joins ranks that have no more batches",
+                fix="leave even_batches=True, so that all ranks have as many batches",
+            )
+            if self._option_reporter.strict:
+                raise error
+            if self.is_main_process:
+                warn_user(f"{error.what}: {error.why}; {error.fix}")
             return nullcontext()
         return join_uneven_inputs(joinables, self._dataloaders, even_batches)
 
