@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -113,11 +114,32 @@ def _shard_of_rank() -> Iterator[int]:
 
 
 class Seeding(IterableDataset[int]):
-    """Asks for the rank alone: to shard or to seed?"""
+    """Asks for the rank alone, to seed by it."""
 
     def __iter__(self) -> Iterator[int]:
-        torch.manual_seed(torch.distributed.get_rank())
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        random_numbers = random.Random(42 + 1337 * rank)
+        assert random_numbers.random() < 1
         return iter(range(16))
+
+
+class Storing(IterableDataset[int]):
+    """Stores the rank alone, to print it."""
+
+    def __init__(self) -> None:
+        self.rank = torch.distributed.get_rank()
+
+    def __iter__(self) -> Iterator[int]:
+        if self.rank > 1000:
+            print(f"rank {self.rank}")
+        return iter(range(16))
+
+
+class Picking(Storing):
+    """Picks a part by the rank alone."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((range(8), range(8, 16))[torch.distributed.get_rank()])
 
 
 class Workers(IterableDataset[int]):
@@ -734,26 +756,44 @@ def test_batch_size_and_collate_function_are_assigned_to_a_prepared_loader(ranks
     assert second == [[4, 5, 6, 7], [12, 13, 14, 15]]
 
 
-def ambiguous() -> list[Any]:
-    from accelerate import Accelerator
+def ambiguous(dispatch: bool | None) -> list[Any]:
+    from accelerate import Accelerator, DataLoaderConfiguration
 
-    accelerator = Accelerator()
-    with pytest.raises(PrepareError) as caught:
-        accelerator.prepare(DataLoader(Seeding(), batch_size=2))
-    shared = accelerator.prepare_data_loader(DataLoader(Seeding(), batch_size=2), shard=True)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accelerate").addHandler(handler)
+    configuration = DataLoaderConfiguration(dispatch_batches=dispatch)
+    accelerator = Accelerator(dataloader_config=configuration)
+    rows = [rows_of(accelerator.prepare(DataLoader(kind(), batch_size=2))) for kind in (Seeding, Storing)]
     workers = accelerator.prepare(DataLoader(Workers(), batch_size=2))
-    return [
-        str(caught.value),
-        sorted(accelerator.gather(torch.tensor(rows_of(shared))).tolist()),
-        len(rows_of(workers)),
+    errors: list[str] = []
+    for strict, kind in ((False, Picking), (True, Seeding), (True, Storing)):
+        accelerator = Accelerator(dataloader_config=configuration, strict=strict)
+        try:
+            rows_of(accelerator.prepare(DataLoader(kind(), batch_size=2)))
+        except (PrepareError, CollectiveError) as error:
+            errors.append(str(error).partition(": ")[0])
+    shared = accelerator.prepare_data_loader(DataLoader(Seeding(), batch_size=2), shard=True)
+    return [[*rows, rows_of(shared)], len(rows_of(workers)), errors, lines]
+
+
+@pytest.mark.parametrize("dispatch", [None, False])
+def test_a_stream_that_knows_the_rank_alone_is_shared_out(ranks: RankServer, dispatch: bool | None) -> None:
+    """With a note, as 1.x does it; one that picks by the rank, and any in a strict run, is refused."""
+    first, second = ranks(2, ambiguous, dispatch)
+    for own, other in zip(first[0], second[0], strict=True):
+        assert (len(own), sorted(own + other)) == (8, list(range(16)))
+    same = "the processes do not have the same data in DataLoader(Storing, batch_size=2)"
+    assert first[1:3] == [
+        8,
+        ["the code of Picking asks for get_rank", "the code of Seeding asks for get_rank", same],
     ]
-
-
-def test_a_stream_that_asks_for_the_rank_alone_must_be_explained(ranks: RankServer) -> None:
-    text, rows, count = same_on_all(ranks(2, ambiguous))
-    assert "asks for get_rank" in text
-    assert "shard=True" in text
-    assert (rows, count) == (list(range(16)), 8)
+    assert first[1:3] == second[1:3]
+    seeding, storing = first[3]
+    assert ("process 0 reads for all" if dispatch is None else "each process takes its part") in seeding
+    assert "its Storing has rank" in storing
+    assert second[3] == []
 
 
 def hugging_face_rows(style: str) -> list[Any]:

@@ -147,7 +147,7 @@ OPTIONS = {
     "accelerate.accelerator.Accelerator.save_state": ["sharded", "async_save", "metadata"],
     "accelerate.big_modeling.load_checkpoint_and_dispatch": ["allow_missing"],
     "accelerate.checkpointing.load_custom_state": ["load_kwargs"],
-    "accelerate.data_loader.prepare_data_loader": ["shard", "legacy_random_numbers"],
+    "accelerate.data_loader.prepare_data_loader": ["shard", "legacy_random_numbers", "strict"],
     "accelerate.parallelism_config.ParallelismConfig": ["pp_size", "pp_handler"],
     "accelerate.utils.dataclasses.AORecipeKwargs": ["recipe_name"],
     "accelerate.utils.dataclasses.AutocastKwargs": ["upcast_outputs"],

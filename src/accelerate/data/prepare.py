@@ -100,6 +100,7 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
     shard: bool | str = "auto",
     legacy_random_numbers: bool = False,
+    strict: bool = False,
 ) -> DataLoaderShard:
     """Prepare ``dataloader`` for this process; see ``DataLoaderConfiguration`` for the options.
 
@@ -113,6 +114,7 @@ def prepare_data_loader(
         torch_device_mesh: the device mesh: ranks along ``dp_replicate`` and ``dp_shard`` (or ``dp``,
             ``fsdp``, ``data``) read different shards, along other dimensions the same.
         shard: shard the data; "auto" keeps each process's data if it is sharded already.
+        strict: refuse a stream that knows its rank alone, of which a note is logged otherwise.
 
     Raises:
         PrepareError: the batch size cannot be split, the object is no loader, or detection of existing
@@ -141,7 +143,7 @@ def prepare_data_loader(
     keeps_own = count > 1 and not shard
     if count > 1 and shard != "auto":
         _check_shard_option(shard, dispatch_batches)
-    elif count > 1 and (why := sharding_detection.find_sharding(dataloader, count, index)) is not None:
+    elif count > 1 and (why := sharding_detection.find_sharding(dataloader, count, index, dispatch, strict)):
         sharding_detection.log_not_sharded(dataloader, why)
         keeps_own = True
     prepared: DataLoaderShard
@@ -168,8 +170,8 @@ def prepare_data_loader(
         )
     if shard == "auto":
         mode = "kept" if keeps_own else "dispatched" if dispatch else "sharded"
-        reads_rank0 = bool(dispatch_batches) and not keeps_own
-        prepared.comparison = partial(sharding_detection.compare_ranks, dataloader, mode, reads_rank0)
+        reads_rank0, compare = bool(dispatch_batches) and not keeps_own, sharding_detection.compare_ranks
+        prepared.comparison = partial(compare, dataloader, mode, reads_rank0, strict=strict)
         if 1 < count == world[0]:
             prepared.before_first_use = partial(prepared.comparison, number=next(_numbers))
     prepared.rng_types, prepared.skip_batches, prepared.position.is_per_rank = rng_types, skipped, keeps_own

@@ -144,6 +144,17 @@ def find_rank_arithmetic(functions: Iterable[Any], *attributes: str) -> set[str]
     return _NumberUses(trees, ranks, sizes).picked
 
 
+def only_stores_rank(holder: Any, *attributes: str) -> bool:
+    """Return whether the user's code of an object picks nothing by the rank that it stores.
+
+    Args:
+        holder: the object.
+        attributes: see ``find_rank_arithmetic``.
+    """
+    functions = own_functions(holder)
+    return bool(functions) and "rank" not in find_rank_arithmetic(functions, *attributes)
+
+
 def has_index_per_rank_part(dataset: Any) -> bool:
     """Return whether map-style data that pick by the rank have as many indices as all ranks fetch together.
 

@@ -1,10 +1,6 @@
 """Detection of data that is sharded already: by its attributes, by its code, or by comparing the ranks.
 
 Sharding such data again would silently drop most of it, and so would reading it on rank 0 for all ranks.
-
-``split_dataset_by_node`` and ``Dataset.shard`` leave no mark in a map-style ``datasets.Dataset``, and
-fingerprints prove nothing: they also differ where a transform closes over the rank, or where each machine has
-its own cache. So a few rows are compared where the fingerprints differ.
 """
 
 from __future__ import annotations
@@ -13,12 +9,10 @@ import hashlib
 import json
 import logging
 import os
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.core import tree
 from accelerate.core.errors import CollectiveError, PrepareError
 from accelerate.data.batch_sampler_shard import slicer_for
+from accelerate.data.dataset_rows import COMPARED_ROWS, find_split_rows
 from accelerate.data.epoch_order import capture_generators, find_generators, inner_sampler, outer_sampler
 from accelerate.data.rank_arithmetic import (
     LIBRARIES,
@@ -39,6 +34,7 @@ from accelerate.data.rank_arithmetic import (
     function_names,
     has_index_per_rank_part,
     held_functions,
+    only_stores_rank,
     own_functions,
 )
 from accelerate.data.sample_order import is_random
@@ -50,15 +46,12 @@ _logger = logging.getLogger(__name__)
 # Attributes that may differ between ranks without sharding: parts of names, and names.
 _RANK_SPECIFIC = ("seed", "device", "generator", "rng", "cache", "log", "tmp", "temp", "output", "epoch")
 _PROCESS_ATTRIBUTES = frozenset(("host", "hostname", "node", "pid", "port", "local_rank"))
-# Rows of a ``datasets.Dataset`` that are compared over the ranks.
-COMPARED_ROWS = 16
-COMPARED_INDICES = 4096  # of those that select rows of a table
-COMPARED_BYTES = 4096  # of a file that a row names
 COMPARED_VALUES = 64  # of a tensor in a sample
 COMPARED_ENDS = 512  # samples at either end of a list
 # Streams whose plain values may differ from now on, since rank 0 alone reads them.
 _read_by_rank0 = WeakIdKeyDictionary()
 _IN_ORDER = "sharded, in order"
+_UNPICKED = "seems to pick no samples by it"
 _SPLIT = "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)), or set_seed before it"
 _FIX = "set it explicitly: shard=False keeps each process's own part, shard=True shards the data in any case"
 
@@ -85,13 +78,21 @@ def _sharding_candidates(loader: DataLoader[Any]) -> Iterator[Any]:
     yield from _walk_attributes(loader.dataset, "dataset", "source", "source_dataset")
 
 
-def find_sharding(loader: DataLoader[Any], count: int, index: int) -> str | None:
+def find_sharding(
+    loader: DataLoader[Any], count: int, index: int, dispatch: bool = False, strict: bool = False
+) -> str | None:
     """Return why the loader seems to be sharded over ``count`` processes already, or None.
 
     Where these are all processes it is collective: they compare the rows of a ``datasets.Dataset``.
 
+    Args:
+        loader: the user's.
+        count, index: number of data shards, and the index of this process's.
+        dispatch: rank 0 reads for all where it is not.
+        strict: refuse also a stream that asks for the rank and picks nothing by it.
+
     Raises:
-        PrepareError: its code picks by the rank alone, or a stream asks for it: its purpose is unknown.
+        PrepareError: its code picks by the rank alone: its purpose is unknown.
         CollectiveError: all have the whole dataset, but not in the same order.
     """
     is_whole_world = count == collective.world_size()
@@ -111,11 +112,12 @@ def find_sharding(loader: DataLoader[Any], count: int, index: int) -> str | None
                     _log_shared_out(loader, why, "has an index for the part of each process")
                 else:
                     return why
-    reason = _detect_in_code(loader, is_whole_world)
+    reader = "process 0 reads for all" if dispatch else "each process takes its part of what it reads itself"
+    reason = _detect_in_code(loader, is_whole_world, "" if strict else reader)
     if reason is None and is_whole_world:
         for holder in _walk_attributes(loader.dataset, "dataset"):
             if isinstance(getattr(holder, "_fingerprint", None), str) and hasattr(holder, "with_format"):
-                return _find_split_rows(holder, describe_loader(loader))
+                return find_split_rows(holder, describe_loader(loader))
     return reason
 
 
@@ -150,8 +152,7 @@ def _only_stores_rank(item: Any, loader: DataLoader[Any], rank: str, size: str) 
     is_sampler = hasattr(item, "__iter__") and not hasattr(item, "__getitem__")
     if is_sampler or isinstance(loader.dataset, IterableDataset):
         return False
-    functions = own_functions(item)
-    return bool(functions) and "rank" not in find_rank_arithmetic(functions, rank, size)
+    return only_stores_rank(item, rank, size)
 
 
 def _rank_names(holder: Any) -> tuple[list[str], list[str]]:
@@ -164,12 +165,13 @@ def _rank_names(holder: Any) -> tuple[list[str], list[str]]:
     return sorted(names & RANK_CALLS), sorted(names & SIZE_CALLS)
 
 
-def _detect_in_code(loader: DataLoader[Any], is_whole_world: bool = False) -> str | None:
+def _detect_in_code(loader: DataLoader[Any], is_whole_world: bool = False, reader: str = "") -> str | None:
     """Return why the user's code of the loader's samplers and stream seems to shard, or None.
 
     Args:
         loader: the user's.
         is_whole_world: all ranks read data of their own, so those with an index for each part are no shards.
+        reader: who reads a stream that asks for the rank alone, to seed or to print; empty: it is refused.
     """
     is_stream = isinstance(loader.dataset, IterableDataset)
     for holder in _sharding_candidates(loader):
@@ -177,10 +179,14 @@ def _detect_in_code(loader: DataLoader[Any], is_whole_world: bool = False) -> st
         if not rank:
             continue
         why = f"the code of its {type(holder).__name__} asks for {' and '.join((*rank[:1], *size[:1]))}"
-        if not is_stream and "rank" not in find_rank_arithmetic(own_functions(holder)):
+        picks = "rank" in find_rank_arithmetic(own_functions(holder))
+        if not (picks or is_stream):
             # The order of a sampler, and what such data hold, are compared when they are first used.
             if size:
                 _log_shared_out(loader, why)
+            continue
+        if reader and not (picks or size):
+            _log_shared_out(loader, why, f"{_UNPICKED} ({reader})")
             continue
         if size and not is_stream and is_whole_world and has_index_per_rank_part(holder):
             continue
@@ -231,7 +237,10 @@ def describe_loader(loader: DataLoader[Any]) -> str:
 
 
 def loader_facts(
-    loader: DataLoader[Any], is_order_compared: bool = False, is_rank0_read: bool = False
+    loader: DataLoader[Any],
+    is_order_compared: bool = False,
+    is_rank0_read: bool = False,
+    strict: bool = False,
 ) -> dict[str, str]:
     """Return facts that must be equal on all ranks if they shard this data, as short texts by name.
 
@@ -239,6 +248,7 @@ def loader_facts(
         loader: the user's.
         is_order_compared: the ranks also compare the first batch of a sampler of the user's.
         is_rank0_read: rank 0 reads for all, as the user says: only what shows shards is compared.
+        strict: compare also the rank that a stream stores and picks nothing by.
     """
     data: Any = loader.dataset
     facts = {"its length": length} if (length := _length_text(data)) else {}
@@ -257,11 +267,14 @@ def loader_facts(
             facts["its order"] = _shorten_text(f"{len(holder)} samples [{ends}]")
         for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
             plain = name.lower()
-            is_rank = (is_marked and name.strip("_") in RANK_ATTRIBUTES) or any(
-                part in plain for part in _RANK_SPECIFIC
-            )
-            if is_rank or plain.strip("_") in _PROCESS_ATTRIBUTES:
+            if any(part in plain for part in _RANK_SPECIFIC) or plain.strip("_") in _PROCESS_ATTRIBUTES:
                 continue
+            if name.strip("_") in RANK_ATTRIBUTES:
+                if is_stream and everything and not strict and only_stores_rank(holder, name):
+                    _log_shared_out(loader, f"its {type(holder).__name__} has {name}", _UNPICKED)
+                    continue
+                if is_marked:
+                    continue
             if isinstance(holder, Subset) and isinstance(value, torch.Tensor | np.ndarray):
                 text = _shorten_text(f"{len(value)} numbers {[int(v) for v in _first_and_last(value)]}")
             else:
@@ -284,9 +297,8 @@ def _knows_rank(dataset: Any) -> bool:
     numbers = {
         name.strip("_") for name, value in getattr(dataset, "__dict__", {}).items() if type(value) is int
     }
-    return bool(numbers.intersection(RANK_ATTRIBUTES) and numbers.intersection(SIZE_ATTRIBUTES)) or all(
-        _rank_names(dataset)
-    )
+    has_both = numbers.intersection(RANK_ATTRIBUTES) and numbers.intersection(SIZE_ATTRIBUTES)
+    return bool(has_both) or all(_rank_names(dataset))
 
 
 def _data_text(value: Any) -> str | None:
@@ -357,7 +369,11 @@ def _shorten_text(text: str) -> str:
 
 
 def compare_ranks(
-    loader: DataLoader[Any], how: str, is_rank0_read: bool = False, number: int | None = None
+    loader: DataLoader[Any],
+    how: str,
+    is_rank0_read: bool = False,
+    number: int | None = None,
+    strict: bool = False,
 ) -> None:
     """Compare the facts of a loader on all ranks. Collective where its epochs are.
 
@@ -371,6 +387,7 @@ def compare_ranks(
         is_rank0_read: it is dispatched because the user says so.
         number: of the loaders that were prepared, alike on all ranks unless one has prepared more; None: all
             ranks iterate it.
+        strict: see ``loader_facts``.
 
     Raises:
         CollectiveError: it is used in different ways, or is to be sharded and differs. On every rank if this
@@ -386,7 +403,7 @@ def compare_ranks(
     seen = {"how it is used": how if is_waiting else _IN_ORDER}
     if how == "dispatched" and isinstance(data, IterableDataset):
         is_rank0_read, _read_by_rank0[data] = is_rank0_read or data in _read_by_rank0, None
-    seen |= {} if how == "kept" else loader_facts(loader, how == "sharded", is_rank0_read)
+    seen |= {} if how == "kept" else loader_facts(loader, how == "sharded", is_rank0_read, strict)
     seen |= shuffle_facts(data) if how == "sharded" else {}
     # Of one number, a loader of another length and another batch size may be another one.
     keys = [f"{type(data).__qualname__}/{_length_text(data)}", *([] if is_waiting else [name])]
@@ -455,105 +472,3 @@ def check_first_batch(batches: Iterator[Any], loader: DataLoader[Any]) -> Iterat
     if first is not None:
         yield first
         yield from batches
-
-
-# --- the rows of a map-style ``datasets.Dataset`` on all ranks
-
-
-@dataclass(frozen=True)
-class RowDigests:
-    """The rows of one rank's dataset that are compared.
-
-    Attributes:
-        length: number of rows.
-        table_length: number of rows of the Arrow table, of which the dataset may select some.
-        rows: digests of some rows, one per row, by column.
-        table_rows: the same of the Arrow table.
-        selected: rows of the table that the dataset selects, of a large one some; None: all are its rows.
-    """
-
-    length: int
-    table_length: int
-    rows: dict[str, list[bytes]]
-    table_rows: dict[str, list[bytes]]
-    selected: list[int] | None
-
-    @classmethod
-    def of(cls, dataset: Any) -> RowDigests:
-        """Return the digests of evenly spaced rows, without the dataset's transforms."""
-        table, selected = dataset.data.table, None
-        rows = dataset.with_format("arrow")[_spaced(len(dataset))]
-        if dataset._indices is not None:
-            indices = dataset._indices.column(0).to_numpy()
-            selected = np.unique(indices[indices % (1 + table.num_rows // COMPARED_INDICES) == 0]).tolist()
-        table_rows = _digests(table.take(_spaced(table.num_rows)))
-        return cls(len(dataset), table.num_rows, _digests(rows), table_rows, selected)
-
-
-def _find_split_rows(dataset: Any, name: str) -> str | None:
-    """Return why each rank seems to have its own part of a dataset; None where all have the same. Collective.
-
-    Args:
-        dataset: a map-style ``datasets.Dataset``.
-        name: name of its loader, for errors.
-
-    Raises:
-        CollectiveError: all ranks have the whole dataset, but not in the same order.
-    """
-    marks = collective.all_gather_object((len(dataset), dataset._fingerprint), "prepare")
-    if len(set(marks)) == 1 or min(length for length, _ in marks) == 0:
-        return None
-    every: list[RowDigests] = collective.all_gather_object(RowDigests.of(dataset), "prepare")
-    if len({each.length for each in every}) == 1 and _are_same([each.rows for each in every]):
-        return None
-    lengths = [each.length for each in every]
-    same_table = _are_same([each.table_rows for each in every])
-    # Parts of one table have few rows in common, which make them equally long; a random selection has more.
-    selected = Counter(row for each in every for row in each.selected or ())
-    repeats = max(sum(lengths) - every[0].table_length, sum(selected.values()) - len(selected))
-    is_split = repeats < len(every)
-    if max(lengths) - min(lengths) <= 1 and (not same_table or is_split):
-        return f"its {type(dataset).__name__} has other rows on each process, {sum(lengths)} in all"
-    raise CollectiveError(
-        f"the processes do not have the same data in {name}: the rows of its {type(dataset).__name__} differ",
-        why="to share it out, all must begin with the whole data in one order; rows per process: "
-        + ", ".join(map(str, lengths)),
-        fix="give shuffle(), train_test_split() and what else is random a seed; where each process shall "
-        "keep its own rows, DataLoaderConfiguration(shard=False)",
-    )
-
-
-def _spaced(length: int) -> list[int]:
-    count = min(length, COMPARED_ROWS)
-    return [index * (length - 1) // max(1, count - 1) for index in range(count)]
-
-
-def _digests(table: Any) -> dict[str, list[bytes]]:
-    return {
-        name: [
-            hashlib.blake2b(repr(_content(value)).encode(), digest_size=8).digest()
-            for value in table.column(name).to_pylist()
-        ]
-        for name in table.column_names
-    }
-
-
-def _content(value: Any) -> Any:
-    """Return a value with the content of files in place of their paths, which may be another cache's."""
-    if isinstance(value, dict):
-        return {key: _content(item) for key, item in cast("dict[Any, Any]", value).items()}
-    if isinstance(value, str) and os.path.isabs(value) and os.path.isfile(value):
-        with suppress(FileNotFoundError, PermissionError), open(value, "rb") as file:
-            return os.path.basename(value), os.fstat(file.fileno()).st_size, file.read(COMPARED_BYTES)
-    return value
-
-
-def _are_same(every: Sequence[dict[str, list[bytes]]]) -> bool:
-    """Return whether the rows are the same, but for columns that depend on the rank.
-
-    A column with few values, as of labels, may be equal by chance; it counts only if there is no other.
-    """
-    first = every[0]
-    equal = [name for name in first if all(each.get(name) == first[name] for each in every)]
-    most_values = max((len(set(cells)) for cells in first.values()), default=0)
-    return any(2 * len(set(first[name])) >= most_values for name in equal)

@@ -433,8 +433,8 @@ class Preparer:
         if isinstance(loader, DataLoaderShard) and loader.bind(runtime.gradients, device):
             return loader
         more: dict[str, Any] = {"shard": config.shard} if config.shard != "auto" else {}
-        if config.legacy_random_numbers:
-            more["legacy_random_numbers"] = True
+        more |= {"legacy_random_numbers": True} if config.legacy_random_numbers else {}
+        more |= {"strict": True} if self.options.strict else {}
         share, slicer = strategy.data_shard, None
         # A program that assigns 1 to ``num_processes`` may go on alone: no rank waits for another here.
         is_whole = world.reported.get("num_processes") == 1 and share.count == world.size > 1
