@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -98,6 +98,8 @@ def unjoined(kind: str) -> list[Any]:
     model, optimizer, loader = accelerator.prepare(
         model, optimizer, DataLoader(ShuffledStream() if kind == "stream" else data, **options)
     )
+    left_early = list(islice(loader, 2))
+    assert len(left_early) == 2, "all that rank 1 has, and not all of rank 0"
     epochs: list[list[float]] = []
     while sum(map(len, epochs)) < 6:
         epochs.append([])

@@ -270,15 +270,14 @@ def agree_on_order(
     else:
         broadcast = collective.broadcast_object if shared else None
     if broadcast is not None and is_uneven and epoch.previous_order is not None and not epoch.is_resumed:
-        epoch.order_state = _next_order_state(epoch, epoch.previous_order, generators, sampler)
+        epoch.order_state = _next_order_state(epoch.previous_order, generators, sampler)
     return broadcast if epoch.order_state is None or epoch.is_resumed else None
 
 
-def _next_order_state(
-    epoch: Epoch, previous: OrderState, generators: list[Any], sampler: Any
-) -> OrderState | None:
+def _next_order_state(previous: OrderState, generators: list[Any], sampler: Any) -> OrderState | None:
     """Return the state of the order after ``previous``, alike on all ranks; None: that is of another kind."""
-    number = derive(previous.worker_seed, "order", epoch.number)
+    # Not of the number of the epoch: where all leave a loop at the last batch of one rank, only its own ends.
+    number = derive(previous.worker_seed, "order")
     # The order before has advanced the generators alike.
     state = OrderState(number, generator_states=capture_generators(generators))
     if sampler is None:
