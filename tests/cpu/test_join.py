@@ -95,9 +95,9 @@ def unjoined(kind: str) -> list[Any]:
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(ShuffledStream() if kind == "stream" else data, **options)
-    )
+    source: Any = DataLoader(ShuffledStream() if kind == "stream" else data, **options)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    loader: Any = accelerator.prepare(source)
     left_early = list(islice(loader, 2))
     assert len(left_early) == 2, "all that rank 1 has, and not all of rank 0"
     epochs: list[list[float]] = []
