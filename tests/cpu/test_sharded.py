@@ -142,6 +142,25 @@ class Picking(Storing):
         return iter((range(8), range(8, 16))[torch.distributed.get_rank()])
 
 
+class Naming(IterableDataset[int]):
+    """Opens the file of its rank."""
+
+    def __iter__(self) -> Iterator[int]:
+        name = f"part-{torch.distributed.get_rank()}"
+        return iter({"part-0": range(8), "part-1": range(8, 16)}[name])
+
+
+class OwnPart(IterableDataset[int]):
+    """Stores its own part under the name of a number."""
+
+    def __init__(self) -> None:
+        rank = torch.distributed.get_rank()
+        self.shard = list(range(8 * rank, 8 * rank + 8))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.shard)
+
+
 class Workers(IterableDataset[int]):
     """Shared by workers only: nothing to be recognised."""
 
@@ -768,7 +787,8 @@ def ambiguous(dispatch: bool | None) -> list[Any]:
     rows = [rows_of(accelerator.prepare(DataLoader(kind(), batch_size=2))) for kind in (Seeding, Storing)]
     workers = accelerator.prepare(DataLoader(Workers(), batch_size=2))
     errors: list[str] = []
-    for strict, kind in ((False, Picking), (True, Seeding), (True, Storing)):
+    kinds = (Picking, False), (Naming, False), (Seeding, True), (Storing, True), (OwnPart, False)
+    for kind, strict in kinds:
         accelerator = Accelerator(dataloader_config=configuration, strict=strict)
         try:
             rows_of(accelerator.prepare(DataLoader(kind(), batch_size=2)))
@@ -784,11 +804,12 @@ def test_a_stream_that_knows_the_rank_alone_is_shared_out(ranks: RankServer, dis
     first, second = ranks(2, ambiguous, dispatch)
     for own, other in zip(first[0], second[0], strict=True):
         assert (len(own), sorted(own + other)) == (8, list(range(16)))
-    same = "the processes do not have the same data in DataLoader(Storing, batch_size=2)"
-    assert first[1:3] == [
-        8,
-        ["the code of Picking asks for get_rank", "the code of Seeding asks for get_rank", same],
+    asks = [f"the code of {kind} asks for get_rank" for kind in ("Picking", "Naming", "Seeding")]
+    differ = [
+        f"the processes do not have the same data in DataLoader({kind}, batch_size=2)"
+        for kind in ("Storing", "OwnPart")
     ]
+    assert first[1:3] == [8, [*asks, *differ]]
     assert first[1:3] == second[1:3]
     seeding, storing = first[3]
     assert ("process 0 reads for all" if dispatch is None else "each process takes its part") in seeding

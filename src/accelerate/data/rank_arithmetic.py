@@ -48,7 +48,7 @@ _SLICING_CALLS = frozenset(("range", "islice", "arange", "Subset"))
 _OTHER_USES = frozenset(
     (
         *("print", "log", "logger", "logging", "info", "debug", "warn", "warning", "error", "write"),
-        *("format", "seed", "seeds", "random", "rng"),
+        *("format", "seed", "seeds", "random", "rng", "tqdm", "description"),
     )
 )
 _WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+")
@@ -123,12 +123,13 @@ def held_functions(stream: Dataset[Any]) -> Iterator[tuple[str, list[Any]]]:
             todo += [(each, depth - 1) for each in inside if isinstance(each, list | tuple | dict)]
 
 
-def find_rank_arithmetic(functions: Iterable[Any], *attributes: str) -> set[str]:
+def find_rank_arithmetic(functions: Iterable[Any], *attributes: str, counts_texts: bool = False) -> set[str]:
     """Return which of "rank" and "size" the functions use to pick samples.
 
     Args:
         functions: those of one object; the user's global functions that they call are read too.
         attributes: more names of the rank, then of the world size.
+        counts_texts: the rank in a text picks too, as in the name of a file, unless it is printed or raised.
 
     Returns:
         Both where a function that mentions the rank has no source, as typed into an interpreter.
@@ -141,7 +142,8 @@ def find_rank_arithmetic(functions: Iterable[Any], *attributes: str) -> set[str]
     trees = [tree for function in every if (tree := _parse(function)) is not None]
     if any(_parse(function) is None for function in mentions):
         return {"rank", "size"}
-    return _NumberUses(trees, ranks, sizes).picked
+    uses = _NumberUses(trees, ranks, sizes)
+    return uses.picked | (uses.written(trees) if counts_texts else set[str]())
 
 
 def only_stores_rank(holder: Any, *attributes: str) -> bool:
@@ -152,7 +154,7 @@ def only_stores_rank(holder: Any, *attributes: str) -> bool:
         attributes: see ``find_rank_arithmetic``.
     """
     functions = own_functions(holder)
-    return bool(functions) and "rank" not in find_rank_arithmetic(functions, *attributes)
+    return bool(functions) and "rank" not in find_rank_arithmetic(functions, *attributes, counts_texts=True)
 
 
 def has_index_per_rank_part(dataset: Any) -> bool:
@@ -217,6 +219,26 @@ class _NumberUses:
         for self.scope, tree in enumerate(trees):
             for node in ast.walk(tree):
                 self.picked |= self._kinds_picked(node)
+
+    def written(self, trees: list[ast.AST]) -> set[str]:
+        """Return the kinds of numbers in texts that are neither printed, logged nor raised."""
+        kinds: set[str] = set()
+        for self.scope, tree in enumerate(trees):
+            shown: set[ast.AST] = set()
+            for node in ast.walk(tree):  # outer nodes come first
+                is_told = isinstance(node, ast.Call) and _is_other_use(_name_of(node.func))
+                is_text_of_object = isinstance(node, ast.FunctionDef) and node.name in ("__repr__", "__str__")
+                if is_told or is_text_of_object or isinstance(node, ast.Raise | ast.Assert):
+                    shown.update(ast.walk(node))
+                if node in shown:
+                    continue
+                if isinstance(node, ast.JoinedStr):
+                    kinds |= self._kinds(*(v.value for v in node.values if isinstance(v, ast.FormattedValue)))
+                elif isinstance(node, ast.Call) and _name_of(node.func) == "str":
+                    kinds |= self._kinds(*node.args)
+                elif isinstance(node, ast.BinOp) and _is_text(node):
+                    kinds |= self._kinds(node.right)
+        return kinds
 
     def multiplies(self, tree: ast.AST) -> bool:
         """Return whether code multiplies something by one of the numbers."""

@@ -179,7 +179,7 @@ def _detect_in_code(loader: DataLoader[Any], is_whole_world: bool = False, reade
         if not rank:
             continue
         why = f"the code of its {type(holder).__name__} asks for {' and '.join((*rank[:1], *size[:1]))}"
-        picks = "rank" in find_rank_arithmetic(own_functions(holder))
+        picks = "rank" in find_rank_arithmetic(own_functions(holder), counts_texts=is_stream)
         if not (picks or is_stream):
             # The order of a sampler, and what such data hold, are compared when they are first used.
             if size:
@@ -270,7 +270,9 @@ def loader_facts(
             if any(part in plain for part in _RANK_SPECIFIC) or plain.strip("_") in _PROCESS_ATTRIBUTES:
                 continue
             if name.strip("_") in RANK_ATTRIBUTES:
-                if is_stream and everything and not strict and only_stores_rank(holder, name):
+                # One of the user's own part is no number.
+                is_number = is_stream and everything and type(value) is int
+                if is_number and not strict and only_stores_rank(holder, name):
                     _log_shared_out(loader, f"its {type(holder).__name__} has {name}", _UNPICKED)
                     continue
                 if is_marked:
