@@ -280,6 +280,13 @@ class Float32Norm(nn.LayerNorm):
         return nn.functional.layer_norm(x.float(), self.normalized_shape, self.weight.float()).type_as(x)
 
 
+class StandardizedConv(nn.Conv1d):
+    """Begins a model with a convolution of its own, as models of vision have it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv1d(x, self.weight - self.weight.mean(), self.bias)
+
+
 class WideInputs(nn.Module):
     """Gives float32, with which it computes before, to each kind of layer that torch would let raise."""
 
@@ -287,7 +294,7 @@ class WideInputs(nn.Module):
         super().__init__()
         self.linear, self.norm, self.own = nn.Linear(4, 4), nn.LayerNorm(4), Float32Norm(4, bias=False)
         self.conv, self.groups, self.prelu = nn.Conv1d(3, 3, 1), nn.GroupNorm(1, 3), nn.PReLU()
-        self.lstm = nn.LSTM(4, 4, batch_first=True)
+        self.first, self.lstm = StandardizedConv(3, 3, 1), nn.LSTM(4, 4, batch_first=True)
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
 
     def forward(self, batch: dict[str, torch.Tensor], packs: bool = False) -> dict[str, torch.Tensor]:
@@ -296,7 +303,7 @@ class WideInputs(nn.Module):
         spectrum = torch.fft.rfft(x.float()).abs() if packs else torch.fft.rfft(x).abs()
         sequences: Any = nn.utils.rnn.pack_padded_sequence(x, [3] * len(x), batch_first=True) if packs else x
         state = x.new_zeros(1, len(x), 4)
-        layers = (self.linear, self.norm, self.conv, self.groups, self.prelu)
+        layers = (self.linear, self.norm, self.first, self.conv, self.groups, self.prelu)
         outputs = {type(layer).__name__: layer(x) for layer in layers}
         recurrent = self.lstm(sequences, (state, state))[0]
         outputs["LSTM"] = recurrent.data if packs else recurrent

@@ -34,6 +34,7 @@ def cast_layer_inputs(model: nn.Module, dtype: torch.dtype) -> list[Any]:
     dtype, and a copy of the logits may take more memory than there is.
 
     A layer with a ``forward`` of its own is left alone, for it may compute in float32 (``FP32LayerNorm``).
+    Convolutions are not, with which models begin (``Conv2dSame``).
 
     Returns:
         The hooks.
@@ -59,8 +60,9 @@ def cast_layer_inputs(model: nn.Module, dtype: torch.dtype) -> list[Any]:
 
 
 def _refuses_wide_inputs(layer: nn.Module) -> bool:
-    is_of_torch = isinstance(layer, _LAYERS) and type(layer).forward.__module__.startswith("torch.nn.")
-    return is_of_torch and next(layer.parameters(recurse=False), None) is not None
+    is_own = not type(layer).forward.__module__.startswith("torch.nn.")
+    is_taken = isinstance(layer, _CONVOLUTIONS if is_own else _LAYERS)
+    return is_taken and next(layer.parameters(recurse=False), None) is not None
 
 
 def _add_hook(layer: nn.Module, note_cast: Callable[[], None]) -> Any:
