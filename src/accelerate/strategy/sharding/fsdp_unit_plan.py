@@ -273,12 +273,20 @@ def _find_ignored(model: nn.Module, ignored_modules: Iterable[nn.Module] | str) 
         if part in ignored
         for name, p in part.named_parameters(prefix=path, recurse=False)
     ]
-    # A DTensor is the program's: it has sharded it, with its values, and reduces its gradient.
-    if trained := [name for name, p in inside if p.requires_grad and not isinstance(p, DTensor)]:
+    # A DTensor over all ranks is the program's: it has sharded it, and reduces its gradient. One over some of
+    # them, as under tensor parallelism, has replicas, of which nobody might reduce the gradients.
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    trained = [
+        name
+        for name, p in inside
+        if p.requires_grad and not (isinstance(p, DTensor) and p.device_mesh.size() == size)
+    ]
+    if trained:
         raise PrepareError(
             f"ignored modules hold trained parameters: {list_first(trained)}",
             why="gradients of unsharded parameters are not reduced: every rank would train its own",
-            fix="freeze them (requires_grad_(False)), or take them out of ignored_modules",
+            fix="freeze them (requires_grad_(False)), take them out of ignored_modules, or make DTensors of "
+            "them on a device mesh of all processes",
         )
     if empty := [name for name, p in inside if p.is_meta and isinstance(p, DTensor)]:
         raise PrepareError(
