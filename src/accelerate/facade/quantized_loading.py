@@ -78,6 +78,8 @@ def load_and_quantize_model(
     """
     config = bnb_quantization_config
     quantizer = config.make_quantizer()
+    # Before the model is taken apart: there may be none.
+    weights = None if weights_location is None else find_weights(weights_location, broadcast_from_rank0=False)
     _make_unquantized(model, quantizer, weights_location)
     unquantized = unquantized_modules(model, config)
     places = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
@@ -91,12 +93,11 @@ def load_and_quantize_model(
     placement = QuantizedPlacement(model, places, offload_folder, quantizer, layers)
     _refuse_offload(quantizer, placement)
     fp32 = config.keep_in_fp32_modules or ()
-    if weights_location is None:
+    if weights is None:
         placement.quantize_present_weights()
         _cast_unquantized(model, config.torch_dtype, fp32, layers)
     else:
-        path, saved = find_weights(weights_location, broadcast_from_rank0=False)
-        saved = placement.take_saved_states(saved)
+        path, saved = weights[0], placement.take_saved_states(weights[1])
         load_placed_weights(
             model, saved, path, placement, dtype=config.torch_dtype, keep_in_fp32=fp32, before_dispatch=True
         )
