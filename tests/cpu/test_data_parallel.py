@@ -57,6 +57,7 @@ def attributes() -> tuple[object, ...]:
     assert accelerator.unwrap_model(model) is user
     # Programs compare the classes of an online and a target network.
     assert type(accelerator.prepare(Net())) is type(model)
+    assert type(type(model)()) is Net, "one that a method makes by its class is plain"
     model.note = "set"
     model.eval()
     assert not user.training, "both are one model"

@@ -102,6 +102,10 @@ class ReplicatedModule:
     _user_module: nn.Module
     _wrapper_names: ClassVar[Any]
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return an object of the user's class: methods make parts and twins by ``type(self)``."""
+        return next(base for base in cls.__mro__ if not issubclass(base, ReplicatedModule))(*args, **kwargs)
+
     def set_replica(self, replica: DistributedDataParallel | None) -> None:
         """Use another object of torch; ``nn.Module`` would register it as a part of the model."""
         object.__setattr__(self, "_replica", replica)
