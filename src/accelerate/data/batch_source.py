@@ -11,6 +11,7 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -174,8 +175,10 @@ def fetch_batches(
 
     index_sampler.upcoming = issue_indices()
     restore_loader_state(indexed, epoch)
-    # Torch draws a seed and starts workers: on the host, also where another default device is set.
-    with torch.device("cpu" if base.generator is None else base.generator.device):
+    # Torch draws a seed and starts workers: on the host, also where another default device is set. Workers
+    # that are forked inside of the context keep it, and each of their calls of torch then costs more.
+    device = torch.device("cpu") if base.generator is None else base.generator.device
+    with nullcontext() if device == torch.get_default_device() else device:
         iterator = iter(indexed)
     if epoch.is_resumed:
         torch.default_generator.set_state(outside)
