@@ -253,7 +253,7 @@ SEES = "import os; print('precision', os.environ.get('ACCELERATE_MIXED_PRECISION
 
 
 def test_a_file_that_nobody_named_is_announced_in_one_line(tmp_path: Path) -> None:
-    """F6: from the cache or the working folder; a named file wins and needs no line."""
+    """F6: from the cache; a named file wins and needs no line."""
     home = tmp_path / "home" / "accelerate"
     home.mkdir(parents=True)
     (home / "default_config.yaml").write_text("mixed_precision: bf16\nuse_cpu: true\n")

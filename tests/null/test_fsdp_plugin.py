@@ -357,7 +357,7 @@ def test_options_of_fsdp1_that_mean_nothing_are_said() -> None:
 
 def test_it_has_the_policy_of_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """trl shards a reference model by it: with another the two models differ from the start."""
-    models = {"model": [tiny()], "optimizer": []}
+    models = {"model": [tiny()], "optimizer": [], "other": []}
     bundle: Any = SimpleNamespace(objects_of=models.__getitem__, training=True)
     for version, kind in ((1, MixedPrecision), (2, MixedPrecisionPolicy)):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
@@ -390,7 +390,9 @@ def test_it_has_the_policy_of_the_precision(monkeypatch: pytest.MonkeyPatch) -> 
 def test_weights_become_float32_by_the_precision_alone(version: int) -> None:
     """A policy beside ``mixed_precision="no"`` keeps half precision, in half the memory, as in 1.x."""
     model = tiny().bfloat16().requires_grad_()
-    bundle: Any = SimpleNamespace(objects_of={"model": [model], "optimizer": []}.__getitem__, training=True)
+    bundle: Any = SimpleNamespace(
+        objects_of={"model": [model], "optimizer": [], "other": []}.__getitem__, training=True
+    )
     sizes: dict[str, int] = {}
     for precision in ("no", "bf16"):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=version, mixed_precision_policy="bf16")
@@ -409,7 +411,9 @@ def test_weights_become_float32_by_the_precision_alone(version: int) -> None:
 )
 def test_objects_of_the_other_version_may_be_assigned(version: int, policy: Any, offload: Any) -> None:
     """After the plugin is made: programs do so where the user has set the version."""
-    bundle: Any = SimpleNamespace(objects_of={"model": [tiny()], "optimizer": []}.__getitem__, training=True)
+    bundle: Any = SimpleNamespace(
+        objects_of={"model": [tiny()], "optimizer": [], "other": []}.__getitem__, training=True
+    )
     assigned = FullyShardedDataParallelPlugin(fsdp_version=version)
     made = FullyShardedDataParallelPlugin(
         fsdp_version=version, mixed_precision_policy=policy, cpu_offload=offload
