@@ -429,27 +429,27 @@ class Preparer:
         """
         runtime, config = self.runtime, self.options.dataloader
         world, strategy = runtime.world, runtime.strategy
-        device = world.device if place else None
-        if isinstance(loader, DataLoaderShard) and loader.bind(runtime.gradients, device):
+        is_prepared = isinstance(loader, DataLoaderShard)
+        if is_prepared and loader.bind(runtime.gradients, world.device if place else None):
             return loader
         # Some programs patch this public function; call theirs then.
-        name = "accelerate.data_loader", "prepare_data_loader"
-        prepare = lazy_names.get_override(*name, prepare_data_loader)
+        make = lazy_names.get_override("accelerate.data_loader", "prepare_data_loader", prepare_data_loader)
         more: dict[str, Any] = {"shard": config.shard} if config.shard != "auto" else {}
         more |= {"legacy_random_numbers": True} if config.legacy_random_numbers else {}
-        is_own = prepare is prepare_data_loader  # a program's has the parameters of 1.x
+        is_own = make is prepare_data_loader  # a program's has the parameters of 1.x
         more |= {"strict": True} if self.options.strict and is_own else {}
         share, slicer = strategy.data_shard, None
         # A program that assigns 1 to ``num_processes`` may go on alone: no rank waits for another here.
         is_whole = world.reported.get("num_processes") == 1 and share.count == world.size > 1
         if is_whole:
-            share, more = RankDataShard(1, 0), more | ({"shard": False} if is_own else {})
+            share = RankDataShard(1, 0)
+            more |= {"shard": False} if is_own else {}
         elif isinstance(strategy, DataSharding):
             share, slicer = strategy.data_shard_for(loader), strategy.batch_slicer_for(loader)
-        if share.micro_batches > 1 and not isinstance(loader, DataLoaderShard):
+        if share.micro_batches > 1 and not is_prepared:
             loader = join_batches(loader, share.micro_batches)
         more.update((name, value) for name, value in options.items() if value is not None)
-        shard = prepare(
+        shard = make(
             loader,
             world.device,
             num_processes=share.count,
