@@ -287,7 +287,7 @@ class StandardizedConv(nn.Conv1d):
         return nn.functional.conv1d(x, self.weight - self.weight.mean(), self.bias)
 
 
-class WideInputs(nn.Module):
+class Float32Inputs(nn.Module):
     """Gives float32, with which it computes before, to each kind of layer that torch would let raise."""
 
     def __init__(self) -> None:
@@ -311,14 +311,14 @@ class WideInputs(nn.Module):
         return {**outputs, "own": self.own(x), "spectrum": spectrum}
 
 
-def wide_inputs() -> None:
+def float32_inputs() -> None:
     """A model gets float32 as it is; its layers cast what torch would refuse; outputs are float32 then."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
     for stage in ("2", "3"):
         plugin = DeepSpeedPlugin(hf_ds_config=ASKED[stage])
         accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision="bf16")
-        module, x = WideInputs(), torch.randn(4, 3, 4)
+        module, x = Float32Inputs(), torch.randn(4, 3, 4)
         with torch.no_grad():
             plain = module({"x": x})
         model, optimizer = accelerator.prepare(cast("Any", module), adamw(module))
@@ -890,7 +890,7 @@ def another_limit() -> None:
 
 USES = (
     *(omitted_steps, accumulate_by_hand, step_without_backward, zero_grad_first),
-    *(bf16, wide_inputs, windows, drop_gradients, two_models, two_accelerators, reference_model, apart),
+    *(bf16, float32_inputs, windows, drop_gradients, two_models, two_accelerators, reference_model, apart),
     *(prepare_again, engine_of_the_accelerator, engine_wrappers_of_a_program, stand_ins),
     *(configured_optimizer, total_of_a_schedule, refused_case, another_limit),
 )

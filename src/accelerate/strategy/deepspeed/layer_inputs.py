@@ -15,20 +15,20 @@ from torch import nn
 
 from accelerate.core import tree
 
-_WIDE = (torch.float32, torch.float64)
-# The layers of which torch refuses wide inputs beside 16-bit weights. RMSNorm takes them.
+_FLOAT32_OR_WIDER = (torch.float32, torch.float64)
+# The layers of which torch refuses float32 inputs beside 16-bit weights. RMSNorm takes them.
 _CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _INSTANCE_NORMS = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
 _NORMS = *_BATCH_NORMS, *_INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm
 _RECURRENT = nn.RNNBase, nn.RNNCellBase
 _LAYERS = *_CONVOLUTIONS, *_NORMS, *_RECURRENT, nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.PReLU
-# A hook costs microseconds in each call: a layer whose first calls have no wide input loses its own.
+# A hook costs microseconds in each call: a layer whose first calls have no float32 input loses its own.
 _CALLS = 8
 
 
 def cast_layer_inputs(model: nn.Module, dtype: torch.dtype) -> list[Any]:
-    """Let layers cast wide inputs to the dtype of their weights, and the model its outputs to float32 then.
+    """Let layers cast float32 inputs to the dtype of their weights; the outputs are float32 then.
 
     Outputs keep ``dtype`` where no layer has cast, as with token ids: programs give them to layers of that
     dtype, and a copy of the logits may take more memory than there is.
@@ -55,11 +55,11 @@ def cast_layer_inputs(model: nn.Module, dtype: torch.dtype) -> list[Any]:
     def end(_: nn.Module, __: Any, outputs: Any) -> Any:
         return tree.map_tree(to_float32, outputs) if has_cast else outputs
 
-    hooks = [_add_hook(layer, note_cast) for layer in model.modules() if _refuses_wide_inputs(layer)]
+    hooks = [_add_hook(layer, note_cast) for layer in model.modules() if _refuses_float32(layer)]
     return [*hooks, model.register_forward_pre_hook(begin, prepend=True), model.register_forward_hook(end)]
 
 
-def _refuses_wide_inputs(layer: nn.Module) -> bool:
+def _refuses_float32(layer: nn.Module) -> bool:
     is_own = not type(layer).forward.__module__.startswith("torch.nn.")
     is_taken = isinstance(layer, _CONVOLUTIONS if is_own else _LAYERS)
     return is_taken and next(layer.parameters(recurse=False), None) is not None
@@ -70,23 +70,25 @@ def _add_hook(layer: nn.Module, note_cast: Callable[[], None]) -> Any:
 
     def cast_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal calls
-        wide = tree.find_leaf(_is_wide, (args, kwargs))
+        uncast = tree.find_leaf(_is_float32_or_wider, (args, kwargs))
         if not torch.compiler.is_compiling():  # compiled code pays nothing for it
-            calls = calls + 1 if wide is None else -math.inf
+            calls = calls + 1 if uncast is None else -math.inf
             if calls == _CALLS:
                 handle.remove()
         # Autocast casts by its own rules, as in 1.x.
-        if wide is None or torch.is_autocast_enabled(wide.device.type):
+        if uncast is None or torch.is_autocast_enabled(uncast.device.type):
             return None
         dtype = next(layer.parameters(recurse=False)).dtype
-        if dtype in _WIDE:  # a copy of the layer that is float32 again
+        if dtype in _FLOAT32_OR_WIDER:  # a copy of the layer that is float32 again
             return None
         note_cast()
-        return tree.map_tree(lambda leaf: leaf.to(dtype) if _is_wide(leaf) else leaf, (args, kwargs))
+        return tree.map_tree(
+            lambda leaf: leaf.to(dtype) if _is_float32_or_wider(leaf) else leaf, (args, kwargs)
+        )
 
     handle = layer.register_forward_pre_hook(cast_inputs, with_kwargs=True)
     return handle
 
 
-def _is_wide(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dtype in _WIDE
+def _is_float32_or_wider(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dtype in _FLOAT32_OR_WIDER
