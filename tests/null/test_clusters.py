@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -185,6 +186,38 @@ def test_recorded_processes_know_their_place(command: str, places: list[tuple[in
 def test_a_shell_of_a_job_is_one_process(command: str) -> None:
     """salloc and sbatch tell SLURM_NTASKS=4 to a shell that is one process; only srun starts four."""
     assert [detect(env) for env in environments(command)] == [None]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="SLURM opens terminals on Linux")
+@pytest.mark.parametrize(
+    ("on_terminal", "in_own_group", "size"),
+    [
+        (True, True, None),  # typed in the shell that is the task
+        (True, False, 2),  # the program is the task: the others run it too
+        (False, True, 2),  # a step that was started from salloc's shell, which has told it the port
+    ],
+)
+def test_what_is_typed_in_a_shell_of_srun_is_one_process(
+    on_terminal: bool, in_own_group: bool, size: int | None
+) -> None:
+    """``srun -n2 --pty bash`` is the first of two tasks, and the other shell has ended at once."""
+    terminal = os.openpty()
+    stdin = terminal[1] if on_terminal else subprocess.PIPE
+    with subprocess.Popen(["sleep", "60"], stdin=stdin, start_new_session=in_own_group) as task:
+        try:
+            told = {"SLURM_PTY_PORT": "34609", "SLURM_TASK_PID": str(task.pid)}
+            cluster = detect({**environments("srun -N1 -n2 --mpi=pmi2")[0], **told})
+            assert (cluster and cluster.size) == size
+        finally:
+            task.kill()
+            for end in terminal:
+                os.close(end)
+
+
+def test_a_task_that_cannot_be_seen_is_a_rank() -> None:
+    env = {**environments("srun -N1 -n2 --mpi=pmi2")[0], "SLURM_PTY_PORT": "34609"}
+    for pid in ("", "0", "4194305"):
+        assert found({**env, "SLURM_TASK_PID": pid}).size == 2
 
 
 def test_every_recorded_environment_is_read() -> None:

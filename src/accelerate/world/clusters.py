@@ -2,7 +2,8 @@
 
 ``detect(env)`` looks for the variables of each launcher, the most specific first, and returns rank, world
 size and machine of this process as one frozen value. Nothing here uses the network, a scheduler or torch, so
-a dry run for any cluster can be computed and tested anywhere.
+a dry run for any cluster can be computed and tested anywhere. Only a shell that ``srun --pty`` has opened is
+told from a rank by more than variables.
 
 Order of precedence: torchrun's protocol (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``), which our launcher
 writes too; LSF's jsrun, Open MPI, MVAPICH and Hydra (MPICH, Intel MPI), whose daemons may have been
@@ -14,6 +15,7 @@ are taken from a scheduler with the same rank and world size.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from itertools import product
@@ -275,7 +277,8 @@ class SLURMEnvironment(ClusterEnvironment):
 
     A shell of ``salloc`` and the script of ``sbatch`` have the job's variables too, SLURM_NTASKS among
     them, but are one process, not one of that many. salloc's has no SLURM_PROCID; sbatch's has it, with
-    ENVIRONMENT=BATCH and without the step's variables (SLURM_STEP_*), which only srun sets.
+    ENVIRONMENT=BATCH and without the step's variables (SLURM_STEP_*), which only srun sets. What is typed in
+    a shell of ``srun --ntasks=4 --pty`` has all variables of task 0; the shells of the others have ended.
 
     Source: srun(1), sbatch(1) and salloc(1), "OUTPUT ENVIRONMENT VARIABLES".
     """
@@ -295,7 +298,24 @@ class SLURMEnvironment(ClusterEnvironment):
     @classmethod
     def detect(cls, env: Env) -> bool:
         in_step = any(name in env for name in cls.step_variables) or env.get("ENVIRONMENT") != "BATCH"
-        return in_step and super().detect(env)
+        return in_step and super().detect(env) and not cls._is_typed_in_shell(env)
+
+    @staticmethod
+    def _is_typed_in_shell(env: Env) -> bool:
+        """Return whether the task is a shell on the terminal of ``srun --pty``, and this process its command.
+
+        Of the tasks only the first has the terminal. A shell there runs each command in a process group of
+        its own (job control), while a program that is the task itself is in the group of the task.
+        SLURM_PTY_PORT alone says nothing: a step started from salloc's shell inherits it.
+        """
+        if "SLURM_PTY_PORT" not in env:
+            return False
+        task = env.get("SLURM_TASK_PID", "")
+        try:
+            on_terminal = os.readlink(f"/proc/{task}/fd/0").startswith("/dev/pts/")
+            return on_terminal and os.getpgid(int(task)) != os.getpgid(0)
+        except (OSError, ValueError):  # the task is not to be seen, as in another namespace of processes
+            return False
 
     def read(self) -> None:
         """Read the lists of tasks and hosts too."""

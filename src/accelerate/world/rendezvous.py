@@ -156,5 +156,6 @@ class Rendezvous:
             f"{what} within {self.timeout.total_seconds():g} s",
             why=why,
             fix=f"start {size} processes with the same MASTER_ADDR ({self.cluster.address}) and MASTER_PORT "
-            f"({self.cluster.port}) and RANK from 0 to {size - 1}, or lower WORLD_SIZE",
+            f"({self.cluster.port}) and RANK from 0 to {size - 1}, or lower WORLD_SIZE; "
+            "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 is a process of its own",
         )
