@@ -181,6 +181,7 @@ def test_recorded_processes_know_their_place(command: str, places: list[tuple[in
         "sbatch -N2 -n4",
         "interactive step of salloc -N2 -n4",
         "sbatch -n2 sent from srun -n1",
+        "sbatch -n2 sent from srun -n2 --pty",
     ],
 )
 def test_a_shell_of_a_job_is_one_process(command: str) -> None:
@@ -212,6 +213,11 @@ def test_what_is_typed_in_a_shell_of_srun_is_one_process(
             task.kill()
             for end in terminal:
                 os.close(end)
+
+
+def test_a_step_of_a_script_that_was_sent_from_a_step_is_read() -> None:
+    env = environments("sbatch -n2 sent from srun -n2 --pty")[0]
+    assert place(found({**env, "SLURM_GTIDS": "0,1"})) == (0, 2, 0, 2, 0, 1)
 
 
 def test_a_task_that_cannot_be_seen_is_a_rank() -> None:

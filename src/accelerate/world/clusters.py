@@ -277,8 +277,9 @@ class SLURMEnvironment(ClusterEnvironment):
 
     A shell of ``salloc`` and the script of ``sbatch`` have the job's variables too, SLURM_NTASKS among
     them, but are one process, not one of that many. salloc's has no SLURM_PROCID; sbatch's has it, with
-    ENVIRONMENT=BATCH and without the step's variables (SLURM_STEP_*), which only srun sets. What is typed in
-    a shell of ``srun --ntasks=4 --pty`` has all variables of task 0; the shells of the others have ended.
+    ENVIRONMENT=BATCH and without the step's variables (SLURM_STEP_*), which only srun sets. A script that is
+    sent from a step of several tasks inherits them; its SLURM_GTIDS names one task on this machine. What
+    is typed in a shell of ``srun --ntasks=4 --pty`` has all variables of task 0; the other shells have ended.
 
     Source: srun(1), sbatch(1) and salloc(1), "OUTPUT ENVIRONMENT VARIABLES".
     """
@@ -297,8 +298,12 @@ class SLURMEnvironment(ClusterEnvironment):
 
     @classmethod
     def detect(cls, env: Env) -> bool:
-        in_step = any(name in env for name in cls.step_variables) or env.get("ENVIRONMENT") != "BATCH"
-        return in_step and super().detect(env) and not cls._is_typed_in_shell(env)
+        in_step = any(name in env for name in cls.step_variables)
+        if in_step and env.get("SLURM_GTIDS") == "0" and (counts := env.get("SLURM_STEP_TASKS_PER_NODE")):
+            node = read_number(env, *cls.node_names) or 0
+            in_step = expand_counts(counts, where="SLURM_STEP_TASKS_PER_NODE")[node : node + 1] == [1]
+        is_task = in_step or env.get("ENVIRONMENT") != "BATCH"
+        return is_task and super().detect(env) and not cls._is_typed_in_shell(env)
 
     @staticmethod
     def _is_typed_in_shell(env: Env) -> bool:
