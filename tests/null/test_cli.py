@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 import runpy
 import subprocess
@@ -367,6 +368,21 @@ def test_the_parser_gives_the_types_and_defaults_of_1_x() -> None:
     assert typed.fsdp_transformer_layer_cls_to_wrap == "A,B"
     with pytest.raises(SettingError, match="--num_processes"):
         launch_command(typed)
+
+
+def test_the_actions_of_the_parser_are_those_of_1_x() -> None:
+    """fms-hf-tuning learns from their names which flags have a value, and which may be repeated."""
+    switches = (
+        "cpu debug downcast_bf16 dynamo_use_dynamic dynamo_use_fullgraph dynamo_use_regional_compilation "
+        "enable_cpu_affinity fp8_use_autocast_during_eval module multi_gpu no_python quiet same_network tpu "
+        "tpu_use_cluster tpu_use_sudo use_deepspeed use_fsdp use_megatron_lm use_parallelism_config"
+    )
+    actions = {flag: action for action in launch_command_parser()._actions for flag in action.option_strings}
+    contract = json.loads(Path("tests/laws/contract.json").read_text())["flags"]["launch"]
+    for flag in set(contract) - {"--no_tpu_cluster"}:
+        name = "_AppendAction" if flag in ("--env", "--vm") else "_StoreAction"
+        expected = "_StoreTrueAction" if actions[flag].dest in switches.split() else name
+        assert type(actions[flag]).__name__ == expected, flag
 
 
 def test_the_parser_can_be_a_command_of_another_parser() -> None:

@@ -169,12 +169,16 @@ _UNSET_SWITCHES = frozenset({"debug", "module", "no_python", "quiet"})
 _REPEATED = frozenset({"env", "vm"})
 
 
-class _JoinAction(argparse.Action):
+class _JoinAction(argparse._StoreAction):
     """Joins the values of a flag that may be repeated with commas."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         before = getattr(namespace, self.dest, None)
         setattr(namespace, self.dest, f"{before},{values}" if before else values)
+
+
+# Launchers give a value to the flags whose action has this name.
+_JoinAction.__name__ = argparse._StoreAction.__name__
 
 
 def _flag_arguments(param: click.Option) -> dict[str, Any]:
