@@ -98,6 +98,25 @@ def test_defaults_of_a_namespace_made_by_hand_ask_for_nothing() -> None:
     assert v1_launcher.typed_flags(argparse.Namespace(use_cpu=True)) == {"use_cpu": True}
 
 
+def test_numbers_of_a_namespace_made_by_hand_are_compared_as_numbers() -> None:
+    """HydraXcel's defaults of 1.x are those of a dataclass: 1e8, and what 1.x only writes."""
+    defaults: dict[str, Any] = {
+        "fsdp_min_num_params": 1e8,
+        "megatron_lm_gradient_clipping": 1,
+        "max_restarts": 0.0,
+        "fp8_pad_inner_dim": 1,
+        "fp8_override_linear_precision": [False, False, False],
+        "vm": [],
+        "nproc_per_node": 1,
+    }
+    assert v1_launcher.typed_flags(by_hand(**defaults)) == {}
+    changed = by_hand(**defaults, num_processes=8, main_process_port=29500.0, cpu=True)
+    request = v1_launcher.read_namespace(changed)
+    assert (request.local_processes.value, request.settings.main_process_port) == (8, 29500)
+    env = launch.prepare_multi_gpu_env(by_hand(cpu=True, use_fsdp=True, fsdp_min_num_params=2e7))
+    assert env["FSDP_MIN_NUM_PARAMS"] == "20000000"
+
+
 def test_what_was_typed_counts_although_it_is_the_default() -> None:
     """In 1.x, too, ``nondefault`` says which these are."""
     namespace = parsed("--role", "default", "--cpu", "-n", "2")

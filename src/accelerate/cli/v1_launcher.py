@@ -167,6 +167,8 @@ _DEFAULTS: dict[str, Any] = {
 # Switches that have None there.
 _UNSET_SWITCHES = frozenset({"debug", "module", "no_python", "quiet"})
 _REPEATED = frozenset({"env", "vm"})
+# 1.x has no such flag: it writes the number into namespaces, and reads no other there.
+_DERIVED = frozenset({"nproc_per_node"})
 
 
 class _JoinAction(argparse._StoreAction):
@@ -277,8 +279,14 @@ def read_namespace(args: argparse.Namespace, **decided: Any) -> LaunchRequest:
 
 
 def typed_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags that were typed, by setting; what a namespace holds by default was not."""
-    values: Mapping[str, Any] = vars(args)
+    """The flags that were typed, by setting; what a namespace holds by default was not.
+
+    A namespace made by hand may hold a float for a whole number, as ``1e8``.
+    """
+    values: Mapping[str, Any] = {
+        dest: int(value) if isinstance(value, float) and value.is_integer() else value
+        for dest, value in vars(args).items()
+    }
     typed = values.get("nondefault") or ()
     flags: dict[str, Any] = {}
     for param in PLUGIN.params:
@@ -292,10 +300,11 @@ def typed_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 def _is_given(param: click.Option, dest: str, value: Any) -> bool:
     """Return whether a value, not known to be typed, differs from the default."""
-    if value is None or value is False or value == "":
+    if value is None or value is False or value == "" or dest in _DERIVED:
         return False
     only = len(param.setting.choices) == 1 if isinstance(param, SettingFlag) else False
-    return not only and format_value(value).lower() != format_value(_DEFAULTS.get(dest, "")).lower()
+    default = _DEFAULTS.get(dest, "")
+    return not only and value != default and format_value(value).lower() != format_value(default).lower()
 
 
 # --- the functions
