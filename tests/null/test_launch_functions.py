@@ -223,6 +223,8 @@ def test_a_plan_of_several_commands_is_one_command_of_torchrun() -> None:
 def test_what_is_asked_wrongly_is_an_error_of_the_function() -> None:
     with pytest.raises(SettingError, match="'bf61'"):
         launch.prepare_multi_gpu_env(parsed("--mixed_precision", "bf61"))
+    with pytest.raises(SettingError, match="--num_processes is 1 on 2 machines"):
+        launch_command(by_hand(cpu=True, num_processes=1, num_machines=2, main_process_ip="node-a"))
 
 
 def test_a_validated_namespace_has_what_the_file_and_defaults_say(tmp_path: Path) -> None:
@@ -247,6 +249,35 @@ def test_a_validated_namespace_has_what_the_file_and_defaults_say(tmp_path: Path
     args, config, is_of_file = launch._validate_launch_command(namespace)
     assert (args.num_processes, args.mixed_precision, args.dynamo_backend) == (1, "fp16", "no")
     assert (config, is_of_file) == (None, False)
+
+
+@pytest.mark.parametrize("local_rank", [None, "1", "-1"])
+def test_the_environment_of_one_process_among_others(
+    local_rank: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's AccelerateTrainer: a namespace of one process, as many machines as there are processes."""
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": "2"}
+    for name, value in place.items() if local_rank else ():
+        monkeypatch.setenv(name, str(value))
+    args = by_hand(
+        use_cpu=True,
+        num_processes=1,
+        num_machines=2,
+        machine_rank=1,
+        num_cpu_threads_per_process=1.0,
+        main_process_ip="node-a",
+        main_process_port=29511,
+    )
+    before = dict(os.environ)
+    assert launch._validate_launch_command(args)[0].num_machines == 2
+    env = launch.prepare_multi_gpu_env(args)
+    assert (args.nproc_per_node, env["OMP_NUM_THREADS"], env["ACCELERATE_USE_CPU"]) == ("1", "1", "true")
+    for function in (launch.prepare_simple_launcher_cmd_env, launch.prepare_deepspeed_cmd_env):
+        command, env = function(args)
+        assert command == [sys.executable, "train.py"]
+        assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("node-a", "29511")
+        assert {name: env.get(name) for name in place} == {name: before.get(name) for name in place}
+    assert dict(os.environ) == before
 
 
 def test_a_path_is_added_and_the_variable_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ from accelerate.core.errors import RankError
 from accelerate.core.value_types import plain_type
 from accelerate.launch.base import LaunchPlan
 from accelerate.launch.config_files import ConfigFile
+from accelerate.launch.job_scheduler import OUTER_LAUNCH_VARIABLE
 from accelerate.launch.kinds.local import script_command
 from accelerate.launch.launch_request import LaunchRequest, build_request, format_value, read_request
 from accelerate.launch.launcher import choose_kind, launch, leave_outer_launch
@@ -347,7 +349,7 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
     Raises:
         AccelerateError: a value is wrong.
     """
-    request, typed = read_namespace(args), typed_flags(args)
+    request, typed = _describe(args), typed_flags(args)
     defaults: dict[str, Any] = {"num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}
     defaults |= {"debug": False, "use_cpu": False}
     if request.get("num_processes") is None:
@@ -405,10 +407,33 @@ def _launch(request: LaunchRequest) -> None:
         raise raised.with_traceback(error.__traceback__) from error.__cause__
 
 
+def _is_one_of_others(args: argparse.Namespace, **decided: Any) -> bool:
+    """Return whether a namespace has fewer processes than machines: it is of one process among others.
+
+    Ray's ``AccelerateTrainer`` makes one in each of its processes, and tells them their places itself.
+    """
+    flags = typed_flags(args) | decided
+    processes, machines = flags.get("num_processes"), flags.get("num_machines")
+    return isinstance(processes, int) and isinstance(machines, int) and processes < machines
+
+
+def _describe(args: argparse.Namespace, **decided: Any) -> LaunchRequest:
+    """Build the launch request of a namespace for a function that starts nothing."""
+    if not _is_one_of_others(args, **decided):
+        return read_namespace(args, **decided)
+    decided |= {"num_processes": 1, "num_machines": 1, "machine_rank": None}
+    with environ.patch_environment({OUTER_LAUNCH_VARIABLE: ""}):  # whatever ranks the variables tell
+        return read_namespace(args, **decided)
+
+
 def _plan_with(args: argparse.Namespace, **decided: Any) -> LaunchPlan:
-    request = read_namespace(args, **decided)
+    request = _describe(args, **decided)
     plan: LaunchPlan = choose_kind(request).plan(request)
-    return plan
+    if not _is_one_of_others(args, **decided):
+        return plan
+    address = {"MASTER_ADDR": "main_process_ip", "MASTER_PORT": "main_process_port"}
+    variables = {name: value for name in address if (value := request.get(address[name])) is not None}
+    return replace(plan, commands=(replace(plan.commands[0], variables=variables),))
 
 
 def _single_process(args: argparse.Namespace) -> dict[str, Any]:
@@ -515,7 +540,7 @@ def prepare_extend_env_parallelism_config(
 def _add_script_variables(
     args: argparse.Namespace, current_env: dict[str, str], *heads: str
 ) -> dict[str, str]:
-    variables = read_namespace(args).script_variables()
+    variables = _describe(args).script_variables()
     return _add_variables(
         current_env, {name: value for name, value in variables.items() if name.startswith(heads)}
     )
