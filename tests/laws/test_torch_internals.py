@@ -23,8 +23,8 @@ LAW = "private names of torch stand in core/torch_internals.py"
 NAMES = {f"{each.subject}: {name}": name for each in INTERNALS for name in each}
 # Private names that are not torch's: whose they are.
 OTHERS = {
-    "argparse": "_ArgumentGroup _StoreFalseAction _action_groups _current_section _option_string_actions "
-    "_parser_class _filter",
+    "argparse": "_ActionsContainer _ArgumentGroup _StoreFalseAction _action_groups _current_section "
+    "_option_string_actions _parser_class _filter",
     "Python": "_exit _current_frames _getframe _register_atexit _run_module_as_main _asdict _fields _replace "
     "_dir _metadata",
     "accelerate 1.x": "_hf_hook _old_forward _original_call _original_forward _use_sagemaker_dp",

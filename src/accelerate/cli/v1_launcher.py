@@ -73,8 +73,8 @@ def _record_when_typed(action: argparse.Action) -> argparse.Action:
     return action
 
 
-class CustomArgumentGroup(argparse._ArgumentGroup):
-    """A group of a ``CustomArgumentParser``."""
+class _FlagContainer(argparse._ActionsContainer):
+    """A parser, or a group of one, that takes each flag in both spellings."""
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """Adds a flag in both spellings."""
@@ -84,21 +84,18 @@ class CustomArgumentGroup(argparse._ArgumentGroup):
         return _record_when_typed(super()._add_action(action))
 
 
-class CustomArgumentParser(argparse.ArgumentParser):
-    """Takes ``--a_b`` also as ``--a-b``; the namespace holds in ``nondefault`` what was typed."""
+class CustomArgumentGroup(_FlagContainer, argparse._ArgumentGroup):
+    """A group of a ``CustomArgumentParser``."""
 
-    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
-        """Adds a flag in both spellings."""
-        return super().add_argument(*_all_spellings(args), **kwargs)
+
+class CustomArgumentParser(_FlagContainer, argparse.ArgumentParser):
+    """Takes ``--a_b`` also as ``--a-b``; the namespace holds in ``nondefault`` what was typed."""
 
     def add_argument_group(self, *args: Any, **kwargs: Any) -> CustomArgumentGroup:
         """A group whose flags have both spellings too."""
         group = CustomArgumentGroup(self, *args, **kwargs)
         self._action_groups.append(group)
         return group
-
-    def _add_action(self, action: argparse.Action) -> argparse.Action:
-        return _record_when_typed(super()._add_action(action))
 
 
 class CustomHelpFormatter(argparse.HelpFormatter):
@@ -169,20 +166,18 @@ _DEFAULTS: dict[str, Any] = {
 # Switches that have None there.
 _UNSET_SWITCHES = frozenset({"debug", "module", "no_python", "quiet"})
 _REPEATED = frozenset({"env", "vm"})
-# 1.x has no such flag: it writes the number into namespaces, and reads no other there.
-_DERIVED = frozenset({"nproc_per_node"})
+_UNREAD = frozenset({"nproc_per_node"})  # 1.x writes it into namespaces, and has no such flag
 
 
-class _JoinAction(argparse._StoreAction):
-    """Joins the values of a flag that may be repeated with commas."""
+class _StoreAction(argparse._StoreAction):
+    """Joins the values of a flag that may be repeated with commas.
+
+    Launchers give a value to the flags whose action has this name.
+    """
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         before = getattr(namespace, self.dest, None)
         setattr(namespace, self.dest, f"{before},{values}" if before else values)
-
-
-# Launchers give a value to the flags whose action has this name.
-_JoinAction.__name__ = argparse._StoreAction.__name__
 
 
 def _flag_arguments(param: click.Option) -> dict[str, Any]:
@@ -191,7 +186,7 @@ def _flag_arguments(param: click.Option) -> dict[str, Any]:
     if param.is_flag:
         return {"action": "store_true", "default": None if dest in _UNSET_SWITCHES else False}
     if param.multiple:
-        return {"action": "append" if dest in _REPEATED else _JoinAction, "default": None}
+        return {"action": "append" if dest in _REPEATED else _StoreAction, "default": None}
     default = _DEFAULTS.get(dest)
     kind = str
     if default is not None:
@@ -302,7 +297,7 @@ def typed_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 def _is_given(param: click.Option, dest: str, value: Any) -> bool:
     """Return whether a value, not known to be typed, differs from the default."""
-    if value is None or value is False or value == "" or dest in _DERIVED:
+    if value is None or value is False or value == "" or dest in _UNREAD:
         return False
     only = len(param.setting.choices) == 1 if isinstance(param, SettingFlag) else False
     default = _DEFAULTS.get(dest, "")
