@@ -811,6 +811,71 @@ def test_an_epoch_that_a_script_sets_on_its_sampler_counts(processes: int) -> No
     assert [int(batch) for batch in resumed] == order(6)
 
 
+class RestoredSampler(torch.utils.data.Sampler[int]):
+    """Advances by itself and restores its place; another epoch that is set begins at its first sample."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.start = name, 0
+        setattr(self, name, 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.load_state_dict({"epoch": epoch, "start": 0})
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": getattr(self, self.name), "start": self.start}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        setattr(self, self.name, state["epoch"])
+        self.start = state["start"]
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, start = getattr(self, self.name), self.start
+        self.set_epoch(epoch + 1)
+        return iter(range(100 * epoch + start, 100 * epoch + 6))
+
+
+class RestoredStream(RestoredSampler, IterableDataset[int]):
+    """The same as a stream."""
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+@pytest.mark.parametrize(
+    ("name", "processes", "workers"),
+    [("epoch", 1, 0), ("_epoch", 1, 0), ("_epoch", 2, 0), ("_epoch", 2, 2), ("_round", 2, 0)],
+)
+def test_a_sampler_that_a_script_has_restored_goes_on(
+    name: str, processes: int, workers: int, epoch: int
+) -> None:
+    """That of lerobot keeps its epoch private: its loader set it to 0, whatever it was restored to."""
+    seen = []
+    for rank in range(processes):
+        sampler = RestoredSampler(name)
+        sampler.load_state_dict({"epoch": epoch, "start": 2})
+        base: Any = DataLoader(range(600), sampler=sampler, num_workers=workers)  # type: ignore[arg-type]
+        loader = prepare_data_loader(base, num_processes=processes, process_index=rank)
+        seen.append([[int(batch) for batch in loader] for _ in range(3)])
+    whole = [[*range(first, first + 6)] for first in range(100 * epoch, 100 * epoch + 300, 100)]
+    rest = [whole[0][2:], *whole[1:]]
+    assert seen == [[order[rank::processes] for order in rest] for rank in range(processes)]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stream_that_a_script_has_restored_goes_on_in_its_epoch(processes: int) -> None:
+    """A loader that is made later, over the same stream, begins with its own first epoch."""
+    stream = RestoredStream("_epoch")
+    stream.set_epoch(3)
+    loader, other = (
+        prepare_data_loader(DataLoader(stream, batch_size=1), None, processes, 0, dispatch_batches=False)
+        for _ in range(2)
+    )
+    assert [int(next(iter(loader))) for _ in range(2)] == [300, 300]  # left early, so again
+    orders = [[int(batch) for batch in each] for each in (loader, loader, other)]
+    assert [order[0] for order in orders] == [300, 400, 0]
+
+
 def test_a_position_that_no_loader_takes_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A script that prepares a loader after load_state begins its epoch again."""
     accelerator = Accelerator()

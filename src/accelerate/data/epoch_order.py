@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from accelerate.data import sample_order as orders
-from accelerate.data.sample_order import END, SeedableRandomSampler, known_epochs
+from accelerate.data.sample_order import END, SeedableRandomSampler
 from accelerate.world import collective
 from accelerate.world.rng import derive
 
@@ -188,35 +188,6 @@ def uses_torch_iterator(loader: DataLoader[Any]) -> bool:
     if getattr(kind, "fetches_given_indices", False):
         return True
     return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
-
-
-def set_epochs(loader: Any, dataset: Any, epoch: int) -> None:
-    """Set the epoch of every sampler of a loader and of its data set, where they have a ``set_epoch``."""
-    holders: list[Any] = []
-    for item in (*sampler_chain(loader.batch_sampler), *sampler_chain(loader.sampler), dataset):
-        setter: Any = getattr(item, "set_epoch", None)
-        # A shard has that of the sampler below, or none.
-        holder = getattr(setter, "__self__", item)
-        if setter is not None and not any(holder is other for other in holders):
-            holders.append(holder)
-            setter(epoch)
-            holder = getattr(holder, "epoch_holder", holder)
-            if type(now := getattr(holder, "epoch", None)) is int and hasattr(holder, "__weakref__"):
-                known_epochs[holder] = now
-
-
-def find_new_epoch(loader: Any, dataset: Any) -> int | None:
-    """Return the epoch that a script has set on a sampler or the data set itself, after ``set_epochs``.
-
-    A script that resumes does so for the rest of an epoch, and before the first one: they begin with 0.
-    """
-    for item in (*sampler_chain(loader.batch_sampler), *sampler_chain(loader.sampler), dataset):
-        holder = getattr(getattr(item, "set_epoch", None), "__self__", None)
-        holder = getattr(holder, "epoch_holder", holder)
-        epoch = getattr(holder, "epoch", None)
-        if type(epoch) is int and hasattr(holder, "__weakref__") and epoch != known_epochs.get(holder, 0):
-            return max(epoch, 0)
-    return None
 
 
 def find_generators(*holders: Any) -> list[Any]:

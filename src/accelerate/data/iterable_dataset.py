@@ -158,7 +158,8 @@ class IterableDatasetShard(IterableDataset[Any]):
     def epoch_holder(self) -> Any:
         """The stream, if it has an epoch of its own, which a script may set; else this object."""
         stream = getattr(self.dataset, "epoch_holder", self.dataset)
-        return stream if hasattr(stream, "set_epoch") and hasattr(stream, "epoch") else self
+        tells = hasattr(stream, "epoch") or hasattr(stream, "_epoch")
+        return stream if tells and hasattr(stream, "set_epoch") else self
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, also of a stream that shuffles by epoch."""

@@ -30,13 +30,11 @@ from accelerate.data.batches import BatchCopier, FetchedBatch
 from accelerate.data.epoch_order import (
     DataShard,
     fetches_by_index,
-    find_new_epoch,
     get_sampler,
     inner_sampler,
     loader_generators,
     outer_sampler,
     sampler_chain,
-    set_epochs,
 )
 from accelerate.data.iterable_dataset import (
     IterableDatasetShard,
@@ -45,7 +43,14 @@ from accelerate.data.iterable_dataset import (
     get_collate_fn,
     set_collate_fn,
 )
-from accelerate.data.position import Epoch, EpochSkip, FetchLayout, LoaderPosition
+from accelerate.data.position import (
+    Epoch,
+    EpochSkip,
+    FetchLayout,
+    LoaderPosition,
+    find_new_epoch,
+    set_epochs,
+)
 from accelerate.data.sample_order import find_batch_sampler
 from accelerate.data.sharding_detection import shuffle_facts
 from accelerate.data.stream_source import stream_batches, with_saved_split

@@ -17,9 +17,10 @@ from accelerate.data.epoch_order import (
     capture_generators,
     from_plain,
     restore_generators,
+    sampler_chain,
     to_plain,
 )
-from accelerate.data.sample_order import SeedableRandomSampler
+from accelerate.data.sample_order import SeedableRandomSampler, known_epochs
 from accelerate.world import world as worlds
 
 
@@ -416,3 +417,55 @@ class LoaderPosition:
                 stacklevel=4,
             )
         return EpochSkip(batches, record.samples)
+
+
+def set_epochs(loader: Any, dataset: Any, epoch: int) -> None:
+    """Set the epoch of every sampler of a loader and of its data set, where they have a ``set_epoch``.
+
+    One that a script has restored in this epoch is left alone: to set it again may lose its place there.
+    """
+    holders: list[Any] = []
+    for item in (*sampler_chain(loader.batch_sampler), *sampler_chain(loader.sampler), dataset):
+        setter: Any = getattr(item, "set_epoch", None)
+        # A shard has that of the sampler below, or none.
+        holder = getattr(setter, "__self__", item)
+        if setter is not None and not any(holder is other for other in holders):
+            holders.append(holder)
+            is_restorable = hasattr(holder, "load_state_dict") and holder not in known_epochs
+            if not is_restorable or _read_epoch(holder) != epoch:
+                setter(epoch)
+            holder = getattr(holder, "epoch_holder", holder)
+            if hasattr(holder, "__weakref__"):
+                now = getattr(holder, "epoch", None)
+                known_epochs[holder] = now if type(now) is int else epoch
+
+
+def find_new_epoch(loader: Any, dataset: Any) -> int | None:
+    """Return the epoch that a script has set on a sampler or the data set itself, after ``set_epochs``.
+
+    A script that resumes does so for the rest of an epoch, and before the first one: they begin with 0.
+    """
+    for item in (*sampler_chain(loader.batch_sampler), *sampler_chain(loader.sampler), dataset):
+        holder = getattr(getattr(item, "set_epoch", None), "__self__", None)
+        holder = getattr(holder, "epoch_holder", holder)
+        epoch = _read_epoch(holder) if hasattr(holder, "__weakref__") else None
+        if epoch is not None and epoch != known_epochs.get(holder, 0):
+            return max(epoch, 0)
+    return None
+
+
+def _read_epoch(holder: Any) -> int | None:
+    """Return the epoch that a sampler or a data set is in, or None.
+
+    One that it keeps private counts until a loader sets it: later it may have advanced by itself.
+    """
+    epochs = [getattr(holder, "epoch", None)]
+    if holder not in known_epochs:
+        epochs.append(getattr(holder, "_epoch", None))
+        if all(type(epoch) is not int for epoch in epochs) and hasattr(holder, "load_state_dict"):
+            try:
+                state: Any = holder.state_dict()
+            except (AttributeError, NotImplementedError, TypeError, ValueError):  # it has no state yet
+                state = None
+            epochs.append(state.get("epoch") if isinstance(state, dict) else None)
+    return max((epoch for epoch in epochs if type(epoch) is int), default=None)
