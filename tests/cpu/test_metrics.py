@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
+from accelerate.data_loader import BatchSamplerShard, DataLoaderStateMixin
 from tests.support.long_run import LONG_RUN
 from tests.support.ranks import RanksError, RankServer, same_on_all
 
@@ -294,7 +304,30 @@ def test_objects_dicts_and_tuples_keep_their_structure(ranks: RankServer) -> Non
     assert both[5] == [[i] * i for i in range(5)]
     assert both[3] == (2,)
     for step in alone:
-        assert [type(item) for item in step] == [type(item) for item in both]
+        assert type(step.pop(4)) is tuple  # as in 1.15
+        assert [type(item) for item in step] == [type(item) for item in (*both[:4], both[5])]
+
+
+class TrainStats(NamedTuple):
+    loss: float
+    steps: int
+
+
+@pytest.mark.parametrize("by_object", [False, True])
+def test_an_object_of_one_process_that_is_no_list_comes_back_as_it_is(by_object: bool) -> None:
+    """As in 1.15, whose last batch cuts texts and named tuples: a script logs the loss that it gathers."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    values: list[Any] = [3.5, "abc", b"ab", None, {1, 2}, (1.0, 2), (), range(3), iter("a"), np.float32(1)]
+    values += [TrainStats(1.5, 2), OptionalOutput, np.array(1.5), (torch.ones(()), "a")]
+    shown: Any = {"loss": 1.5, "text": "abc", "names": ["a", "b"], "stats": TrainStats(1.5, 2)}
+    for _ in accelerator.prepare(DataLoader(Map(3, torch.tensor), batch_size=2)):
+        for value in values:
+            assert accelerator.gather_for_metrics(value, by_object) is value
+        assert accelerator.gather_for_metrics(shown, by_object) == shown
+        output = accelerator.gather_for_metrics(OptionalOutput(torch.ones(2), text="abc"), by_object)
+        assert output.text == "abc"
 
 
 def values_of_batches() -> list[list[float]]:
@@ -739,6 +772,45 @@ def test_gather_for_metrics_calls_a_gather_that_a_program_has_put_in_place(ranks
     assert kept == [[0, 1], [4, 5]]
     assert names == [["0", "1", "2", "3"], ["4", "5", "6"]]
     assert calls == 2
+
+
+class OwnLoop(DataLoaderStateMixin):
+    """A loader of a program, over one that is sharded."""
+
+    def __init__(self, loader: Any, total_batch_size: int) -> None:
+        self.loader, self.dataset, self._drop_last = loader, loader.dataset, False
+        self.total_batch_size = total_batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begin()
+        for index, batch in enumerate(self.loader, 1):
+            self.end_of_dataloader = index == len(self.loader)
+            yield batch
+        self.end()
+
+
+def texts_of_own_loop(by_object: bool) -> list[Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    sampler = BatchSamplerShard(
+        BatchSampler(SequentialSampler(range(5)), 2, False), 2, accelerator.process_index
+    )
+    loader = DataLoader(Map(5, torch.tensor), batch_sampler=sampler)
+    seen = []
+    for batch in OwnLoop(loader, total_batch_size=4):
+        texts, rows = [f"{row}" for row in batch.tolist()], batch.numpy()
+        gathered: Any = accelerator.gather_for_metrics({"texts": texts, "rows": rows}, by_object)
+        alone = accelerator.gather_for_metrics(texts, by_object)
+        seen.append([alone, gathered["texts"], len(gathered["rows"])])
+    return seen
+
+
+@pytest.mark.parametrize("by_object", [False, True])
+def test_fillers_of_a_loader_of_a_program_are_no_objects(ranks: RankServer, by_object: bool) -> None:
+    """It tells its remainder alone. Objects counted twice, unless they were gathered as such."""
+    whole = ["0", "1", "2", "3"]
+    assert same_on_all(ranks(2, texts_of_own_loop, by_object)) == [[whole, whole, 4], [["4"], ["4"], 1]]
 
 
 def own_loaders(n: int) -> list[Any]:

@@ -1040,7 +1040,7 @@ class Accelerator(ProcessMixin):
         Args:
             input_data: a tree of tensors with one row per sample, or the same number of rows for each (a
                 scalar or a single row counts for the whole batch), or a list of any objects, one per sample,
-                or a dict of such; see ``facade.metrics``.
+                or a dict of such; see ``facade.metrics``. On one process any other object comes as it is.
             use_gather_object: treat it as objects.
             rows_per_sample: how many rows of every output belong to a sample, or a list with the number of
                 each sample. Needed where that cannot be seen: for rows that differ by sample, and for rows of

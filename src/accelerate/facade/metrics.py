@@ -38,22 +38,19 @@ def gather_for_metrics(
         loader: the one whose batch it is, or None.
         strategy: says which ranks have computed the same samples: they count once.
         as_objects: a list, or each value of a dict, is one of objects, whatever is in it. On one
-            process a tensor stays one, and so does a tuple of tensors.
+            process a tensor stays one.
         rows_per_sample: see ``Accelerator.gather_for_metrics``.
         gather: a program's own, for a tree of tensors. What it returns has the rows of all ranks in rank
             order, so the fillers of the last step are its last rows.
 
     Returns:
-        The same structure. Objects come as a flat list, also on one process; arrays of numpy as an array.
+        The same structure. Objects come as a flat list; on one process, one that is no list comes as it is.
+        Arrays of numpy come as an array.
 
     Raises:
         PrepareError: the step has fillers, and which rows are theirs is not known.
     """
     left = loader.remainder if loader is not None and loader.end_of_dataloader else 0
-    # A custom loader tells no more than its remainder.
-    is_custom_loader = loader is not None and not hasattr(loader, "position")
-    if is_custom_loader and gather is None:
-        gather = collective.gather
     if (
         gather is not None
         and not as_objects
@@ -72,8 +69,9 @@ def gather_for_metrics(
         keep = _no_rows
     elif loader is not None and loader.batch_samples:
         keep = _RealRowCounter(loader, rows_per_sample)
-    gathered = _SampleGatherer(filled, keep).gather(data, as_objects)
-    return gathered[:left] if is_custom_loader and as_objects and left > 0 else gathered
+    # A custom loader tells no more than its remainder.
+    is_custom_loader = loader is not None and not hasattr(loader, "position")
+    return _SampleGatherer(filled, keep, left if is_custom_loader else 0).gather(data, as_objects)
 
 
 _RowCounter = Callable[[Sequence[int], Any], int]
@@ -205,26 +203,24 @@ class _RealRowCounter:
 
 
 class _SampleGatherer:
-    """Gathers as many of the first rows of this process as ``keep`` says; ``filled`` is alike on all."""
+    """Gathers as many of the first rows of this process as ``keep`` says; ``filled`` is alike on all.
 
-    def __init__(self, filled: bool, keep: _RowCounter) -> None:
-        self.filled, self.keep = filled and collective.world_size() > 1, keep
+    Of the rows of all ranks the first ``left`` count, unless that is 0.
+    """
+
+    def __init__(self, filled: bool, keep: _RowCounter, left: int) -> None:
+        self.filled, self.keep, self.left = filled and collective.world_size() > 1, keep, left
 
     def gather(self, data: Any, as_objects: bool, *, is_inside: bool = False) -> Any:
         if data is None and is_inside:  # a field or key without a value
             return None
         # transformers' Trainer concatenates the tensors of batches, and takes a list for several outputs.
-        is_alone = as_objects and collective.world_size() == 1
-        if isinstance(data, torch.Tensor) and (is_alone or not as_objects):
-            return collective.gather(self._own_rows(data))
-        is_tuple = is_alone and isinstance(data, tuple)
-        is_walked = is_tuple or not as_objects
-        kinds = {_kind(leaf) for _, leaf in tree.iterate_leaves(data)} if is_walked else set()
-        if is_tuple and kinds - {"none"} == {"tensor"}:
-            return data
+        if isinstance(data, torch.Tensor) and (not as_objects or collective.world_size() == 1):
+            return self._cut(collective.gather(self._own_rows(data)))
+        kinds = set() if as_objects else {_kind(leaf) for _, leaf in tree.iterate_leaves(data)}
         if not as_objects and (kinds == {"tensor", "none"} or kinds <= {"tensor"}):
             # All tensors in one all-gather, however many they are.
-            return collective.gather(tree.map_tree(self._own_rows, data))
+            return tree.map_tree(self._cut, collective.gather(tree.map_tree(self._own_rows, data)))
         if is_dataclass(data) and not isinstance(data, type) and "tensor" in kinds:
             named = {
                 each.name: self.gather(getattr(data, each.name), as_objects, is_inside=True)
@@ -248,11 +244,18 @@ class _SampleGatherer:
         return listed if count == len(listed) else listed[:count]
 
     def _gather_objects(self, rows: Any) -> Any:
-        if isinstance(rows, np.ndarray) and rows.ndim:
-            return np.concatenate(collective.gather_object([rows[: self.keep(rows.shape, rows)]]))
-        single = isinstance(rows, str | bytes) or not hasattr(rows, "__iter__")
+        is_array = isinstance(rows, np.ndarray)
+        if is_array and rows.ndim:
+            parts = collective.gather_object([rows[: self.keep(rows.shape, rows)]])
+            return self._cut(np.concatenate(parts))
+        if collective.world_size() == 1 and not isinstance(rows, list):
+            return rows
+        single = is_array or isinstance(rows, str | bytes) or not hasattr(rows, "__iter__")
         listed = [rows] if single else list(rows)
-        return list(collective.gather_object(listed[: self.keep((len(listed),), listed)]))
+        return self._cut(list(collective.gather_object(listed[: self.keep((len(listed),), listed)])))
+
+    def _cut(self, rows: Any) -> Any:
+        return rows[: self.left] if self.left > 0 and rows is not None else rows
 
 
 def mean_loss(loss: Any, num_items: Any, device: torch.device) -> torch.Tensor:
