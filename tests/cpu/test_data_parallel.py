@@ -873,6 +873,51 @@ def test_a_checkpoint_of_two_ranks_has_the_names_of_the_users_module(
     assert names == [plain, plain, plain, ["module.bias", "module.weight"], ["bias"]]
 
 
+class Versioned(nn.Linear):
+    """A layer whose state has a version, as those of quantized layers."""
+
+    _version = 2
+    versions: tuple[Any, ...] = ()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        self.versions += (local_metadata.get("version"),)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def load_names_of_the_wrapper() -> list[Any]:
+    """The state of a layer, and of an average, whose child ``module`` is the user's own."""
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim.swa_utils import AveragedModel
+
+    from accelerate import Accelerator
+
+    accelerator: Any = Accelerator()
+    seen: list[Any] = []
+    users: list[Any] = [Versioned(2, 1), AveragedModel(Versioned(2, 1))]
+    for user in users:
+        saved = DistributedDataParallel(copy.deepcopy(user)).state_dict()
+        names = list(saved)
+        model = accelerator.prepare(user)
+        own_states = model.state_dict(), accelerator.get_state_dict(model, unwrap=False)
+        for state in (saved, *copy.deepcopy(own_states)):
+            with torch.no_grad():
+                user.get_parameter(names[-1].removeprefix("module.")).zero_()
+            seen.append(bool(model.load_state_dict(state).missing_keys))
+            seen.append(all(torch.equal(v, saved[f"module.{n}"]) for n, v in user.state_dict().items()))
+        assert list(saved) == names, "the program's own dict stays"
+        seen.append(getattr(user, "module", user).versions)
+        partly = {name.removeprefix("module."): value for name, value in list(saved.items())[:1]}
+        with pytest.raises(RuntimeError, match=r"Unexpected key.*module"):
+            model.load_state_dict({**saved, **partly})
+    return seen
+
+
+def test_a_replica_loads_states_by_the_names_of_torchs_wrapper(ranks: RankServer) -> None:
+    """Programs for 1.x have saved them; with ``strict=False`` nothing was loaded, without a word."""
+    loaded = [False, True] * 3 + [(2, 2, None)]
+    assert same_on_all(ranks(2, load_names_of_the_wrapper)) == loaded * 2
+
+
 def average_loaded(folder: str) -> float:
     from torch.optim.swa_utils import AveragedModel
 

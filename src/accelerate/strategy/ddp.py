@@ -50,8 +50,6 @@ from accelerate.strategy.protocol.replicated_module import (
 from accelerate.world import collective
 from accelerate.world import world as worlds
 
-_PREFIX = "module."
-
 
 class DDPCommunicationHookType(BaseEnum):
     """The communication hooks for the all-reduce of gradients."""
@@ -449,16 +447,11 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
 
     def wrapped_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the state with the prefix ``module.``, as torch's wrapper names it."""
-        return {f"{_PREFIX}{name}": value for name, value in self.model_state(model).items()}
+        return {f"module.{name}": value for name, value in self.model_state(model).items()}
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-        """Load a state with or without the prefix ``module.``."""
-        plain = {name.removeprefix(_PREFIX): value for name, value in state.items()}
-        module = self.unwrap(model)
-        own = module.state_dict().keys()
-        # A model may have a child of that name: the names count that fit better.
-        is_prefixed = len(plain.keys() & own) > len(state.keys() & own)
-        return module.load_state_dict(plain if is_prefixed else state, strict=strict)
+        """Load a state by the names of the user's module."""
+        return self.unwrap(model).load_state_dict(state, strict=strict)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module, also inside a wrapper that the user made."""

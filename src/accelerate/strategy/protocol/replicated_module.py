@@ -13,12 +13,14 @@ import functools
 import itertools
 import re
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
@@ -143,6 +145,19 @@ class ReplicatedModule:
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the call of the user's module: both objects run it, and only this one reduces around it."""
         self._user_module.compile(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state by the user's names, or by those of torch's wrapper: all begin with ``module.``."""
+        if all(name.startswith("module.") for name in state_dict):
+            plain = OrderedDict(state_dict)
+            if hasattr(state_dict, "_metadata"):  # versions of the layers, by their names
+                plain._metadata = dict(state_dict._metadata)  # type: ignore[attr-defined]
+            consume_prefix_in_state_dict_if_present(plain, "module.")
+            own = self._user_module.state_dict().keys()
+            # A model may have a child of that name: the names count that fit better.
+            if len(plain.keys() & own) > len(state_dict.keys() & own):
+                state_dict = plain
+        return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy of the user's module; ``DDP.backward`` averages its gradients."""
