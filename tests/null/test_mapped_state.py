@@ -290,6 +290,22 @@ def test_a_write_of_another_thread_is_not_lost(
     assert same(moments(optimizers[1]), written)
 
 
+def test_a_tensor_of_a_group_is_a_part_of_the_state(tmp_path: Path) -> None:
+    """DeepSpeed's groups take it as it is: it must not be moved during a step of another thread."""
+    accelerator, model, optimizer = training()
+    step(accelerator, model, optimizer)
+    optimizer.param_groups[0]["history"] = torch.ones(SIZE)
+    folder = Path(accelerator.save_state(tmp_path / "a"))
+    mapped = mapped_state.MappedOptimizerState(folder / "optimizer.bin", map_location="cpu")
+    mapped.load_into(lambda state: optimizer.param_groups[0].update(history=torch.zeros(1)))
+    assert not mapped.is_held_by(optimizer)
+    mapped = mapped_state.MappedOptimizerState(folder / "optimizer.bin", map_location="cpu")
+    mapped.load_into(
+        lambda state: optimizer.param_groups[0].update(history=state["param_groups"][0]["history"])
+    )
+    assert mapped.is_held_by(optimizer)
+
+
 def test_hooks_of_the_user_run_while_states_are_detached(
     saved_training: tuple[Path, list[torch.Tensor]],
 ) -> None:
@@ -352,7 +368,8 @@ def test_elsewhere_files_are_read_at_once(
         monkeypatch.setattr(mapped_state, "_file_system", lambda path: "nfs4")
     accelerator, _, optimizer = training()
     if what == "device":
-        assert not mapped_state.can_map(saved_training[0] / "optimizer.bin", torch.device("meta"))
+        load, path = optimizer.optimizer.load_state_dict, saved_training[0] / "optimizer.bin"
+        assert [mapped_state.can_map(path, device, load) for device in ("cpu", "meta")] == [True, False]
         return
     accelerator.load_state(saved_training[0])
     assert not mapped_state.MappedOptimizerState.open_states

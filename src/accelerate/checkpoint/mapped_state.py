@@ -282,10 +282,10 @@ class MappedOptimizerState:
         return self._thread is None or not self._thread.is_alive()
 
     def is_held_by(self, optimizer: Optimizer) -> bool:
-        """Return whether a tensor of an optimizer's state lies in the mapping."""
+        """Return whether a tensor of an optimizer's state or groups lies in the mapping."""
         tensors = (
             tensor
-            for values in optimizer.state.values()
+            for values in (*optimizer.state.values(), *optimizer.param_groups)
             for _, leaf in tree.iterate_leaves(values)
             for tensor in _host_tensors(leaf)
         )
@@ -398,8 +398,17 @@ def _watch_steps() -> None:
     register_optimizer_step_post_hook(_end_step)
 
 
-def can_map(path: Path, location: Any) -> bool:
-    """Return True if a torch file may be mapped: large, on a local disk, for the host or for uploads."""
+def can_map(path: Path, location: Any, load: Any) -> bool:
+    """Return True if a torch file may be mapped: large, on a local disk, for the host or for uploads.
+
+    Args:
+        path: the file.
+        location: where ``torch.load`` would put the tensors.
+        load: the method that takes the state. Torch's own casts it to the devices of the parameters; another
+            one may rely on ``location``, and keep tensors where nobody looks for them.
+    """
+    if getattr(load, "__func__", None) is not Optimizer.load_state_dict:
+        return False
     if not isinstance(location, str | torch.device) or path.stat().st_size < LARGE:
         return False
     kind = torch.device(location).type

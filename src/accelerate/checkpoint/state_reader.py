@@ -306,9 +306,10 @@ class TrainingStateReader:
         device = "cpu" if isinstance(each.item, RankStateful) else self.map_location
         kwargs = {"map_location": device, **self.load_kwargs}
         may_map = each.category == "optimizers" and "mmap" not in kwargs
-        if may_map and mapped_state.can_map(path, kwargs["map_location"]):
+        inner = item.optimizer if isinstance(item, StatefulAdapter) else item
+        load = getattr(inner, "load_state_dict", None)
+        if may_map and mapped_state.can_map(path, kwargs["map_location"], load):
             mapped = mapped_state.MappedOptimizerState(path, **{**kwargs, "map_location": "cpu"})
-            inner = item.optimizer if isinstance(item, StatefulAdapter) else None
             state, load = mapped.state, partial(mapped.load_into, item.load_state_dict, inner)
         else:
             state = torch_files.read(path, **kwargs)
