@@ -17,6 +17,7 @@ from accelerate import Accelerator, init_empty_weights, load_checkpoint_in_model
 from accelerate import device as devices
 from accelerate.checkpoint import file_reads
 from accelerate.checkpoint.file_reads import DeviceUploads, ReadPlan
+from accelerate.checkpoint.mapped_state import MappedOptimizerState
 from accelerate.core.errors import CheckpointError
 from accelerate.device.base import Device
 from tests.null.test_read_plan import LARGE, locate, put
@@ -231,7 +232,9 @@ def saved_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Acc
     accelerator = Accelerator()
     assert accelerator.device.type == "sim"
     model = nn.Sequential(nn.Linear(301, 130), Doubling(130, 200), nn.Linear(200, 1))
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    user = torch.optim.AdamW(model.parameters(), lr=0.1)
+    user.param_groups[0]["estimate"] = torch.tensor(2.0)  # as optimizers keep that estimate their rate
+    model, optimizer = accelerator.prepare(model, user)
     train_step(accelerator, model, optimizer)
     folder = Path(accelerator.save_state(tmp_path / "state"))
     return accelerator, model, optimizer, folder
@@ -260,6 +263,9 @@ def test_load_state_uploads_weights_and_moments(
     accelerator, model, optimizer, folder = saved_training
     wanted = {name: value.detach().cpu().clone() for name, value in values_of(model, optimizer).items()}
     train_step(accelerator, model, optimizer)
+    estimate = optimizer.param_groups[0]["estimate"]
+    assert str(estimate.device) == "sim:0", "as 1.x moves it in prepare"
+    estimate.zero_()
     before = {name: value.data_ptr() for name, value in values_of(model, optimizer).items()}
     hardware, reads = request.getfixturevalue("hardware"), request.getfixturevalue("reads")
     accelerator.load_state(folder, map_location=map_location)
@@ -277,6 +283,29 @@ def test_load_state_uploads_weights_and_moments(
     assert hardware.copies
     assert all(event.is_over for event in hardware.copies)
     assert torch.equal(model[1].doubled.cpu(), 2 * wanted["1.weight"].view(-1)), "used while it was uploaded"
+    estimate = optimizer.param_groups[0]["estimate"]
+    assert (str(estimate.device), estimate.item()) == ("sim:0", 2.0)
+
+
+class KeepingAdamW(torch.optim.AdamW):
+    """An optimizer with a ``load_state_dict`` of its own, which casts nothing."""
+
+    loaded: Any = None
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.loaded = state_dict
+
+
+@pytest.mark.usefixtures("hardware")
+def test_an_optimizer_that_loads_by_itself_gets_a_state_of_the_device(saved_training: Any) -> None:
+    """As in 1.x, where several processes load onto their devices."""
+    accelerator, model, optimizer, folder = saved_training
+    optimizer.optimizer.__class__ = KeepingAdamW
+    accelerator.load_state(folder, map_location="on_device")
+    assert not MappedOptimizerState.open_states
+    moments = optimizer.optimizer.loaded["state"][0]
+    assert {str(value.device) for value in moments.values()} == {"sim:0"}
+    assert torch.equal(moments["exp_avg"], values_of(model, optimizer)["0 exp_avg"])
 
 
 def test_moments_that_somebody_holds_keep_their_values(saved_training: Any, hardware: Pinning) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def test_it_trains_to_the_numbers_of_one_cpu_process(ranks: RankServer, offload:
     close(ours, plain(1), 1e-4)
 
 
-def states(offload: bool) -> Any:
+def states(offload: bool, folder: str) -> Any:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(**LAYERS, cpu_offload=offload)
@@ -42,12 +43,19 @@ def states(offload: bool) -> Any:
     loss_of(model, next(batches(1))).backward()
     optimizer.step()
     optimizer.zero_grad()
+    optimizer.param_groups[0]["estimate"] = torch.tensor(2.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     words = next(batches(1)).to(accelerator.device)
     accelerator.backward(loss_of(model, words))
     optimizer.step()
     optimizer.zero_grad()
     place = next(model.parameters()).to_local().device.type
+    accelerator.save_state(folder, sharded=True)
+    estimates = [optimizer.param_groups[0]["estimate"]]
+    optimizer.param_groups[0]["estimate"] = torch.zeros_like(estimates[0])
+    accelerator.load_state(folder)
+    estimates.append(optimizer.param_groups[0]["estimate"])
+    assert [(each.item(), each.device.type) for each in estimates] == [(2.0, place)] * 2
     weights = accelerator.strategy.model_state(model)
     state = accelerator.strategy.optimizer_state(optimizer.optimizer, [model])
     whole_state = accelerator.strategy.world.rank == 0
@@ -64,8 +72,8 @@ def states(offload: bool) -> Any:
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["on the device", "offloaded"])
-def test_states_rest_where_the_parameters_do(ranks: RankServer, offload: bool) -> None:
-    place, moments, values = same_on_all(ranks(2, states, offload))
+def test_states_rest_where_the_parameters_do(ranks: RankServer, offload: bool, tmp_path: Path) -> None:
+    place, moments, values = same_on_all(ranks(2, states, offload, str(tmp_path / "a")))
     assert (place, moments) == (("cpu", "cpu") if offload else ("sim", "sim"))
     model = tiny()
     optimizer = adamw(model)

@@ -317,9 +317,8 @@ class ShardedOptimizerState(_ShardedState):
         saved = list(read.get("param_groups", []))
         param_names = parameter_names(self.optimizer, self.models)
         saved_names = {name for group in saved for name in group["params"]}
-        others = {name for group in self.group_names or () for name in group} - {
-            n for members in param_names for n in members
-        }
+        own_names = {name for members in param_names for name in members}
+        others = {name for group in self.group_names or () for name in group} - own_names
         saved = [{**group, "params": [n for n in group["params"] if n not in others]} for group in saved]
         if context.strict and isinstance(self.optimizer, torch.optim.Optimizer):
             why = describe_other_class(self.optimizer, saved)
@@ -334,9 +333,8 @@ class ShardedOptimizerState(_ShardedState):
             if name is None:
                 state.update({index: own_state["state"][index]} if index in own_state["state"] else {})
             elif name in entries:
-                make = partial(
-                    _tensor_like_param, parameter, self.optimizer.state.get(parameter, {}), read_plan
-                )
+                own = self.optimizer.state.get(parameter, {})
+                make = partial(_tensor_like_param, parameter, own, read_plan)
                 state[index] = read_nested(shards, entries[name], 3, make)
         for key in entries.keys() - saved_names:
             state[key] = read_nested(shards, entries[key], 3)
@@ -521,7 +519,10 @@ def _match_groups(
             result.append(dict(group))
             continue
         unmatched.remove((best, best_names))
-        result.append({**group, **best, "params": list(group["params"])})
+        # Torch leaves tensors of groups where they are.
+        tensors = {n: v for n, v in best.items() if isinstance(v, torch.Tensor)}
+        placed = {n: v.to(group[n].device) for n, v in tensors.items() if hasattr(group.get(n), "device")}
+        result.append({**group, **best, **placed, "params": list(group["params"])})
     if unmatched and context.strict:
         raise CheckpointError(
             f"{shards.folder} holds {len(saved)} groups of parameters, and the optimizer {len(groups)}",

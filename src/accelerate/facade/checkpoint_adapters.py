@@ -207,6 +207,11 @@ def load_optimizer_state(
             view, [strategy.model_checkpoint_view(model) for model in models], state
         )
     strategy.load_optimizer(optimizer, models, state)
+    # Tensors of groups, such as an estimated learning rate, which torch leaves where they are.
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if isinstance(value, torch.Tensor) and group["params"]:
+                group[name] = value.to(group["params"][0].device)
 
 
 # torch.distributed.checkpoint takes most of a second to import: only sharded checkpoints pay for it.

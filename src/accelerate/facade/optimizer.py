@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakMethod
 from zlib import crc32
@@ -134,6 +135,11 @@ class AcceleratedOptimizer(Optimizer):
         self._run_pending = hardware.run_pending if hardware.is_lazy else None
         self.scaler = precision.scaler if precision.scales_loss else None
         precision.attach_optimizer(self.optimizer)
+        # Tensors of groups, such as an estimated learning rate, go where the parameters are now.
+        for group in getattr(self.optimizer, "param_groups", ()):
+            for name, value in group.items():
+                if isinstance(value, torch.Tensor) and group["params"]:
+                    group[name] = value.to(group["params"][0].device)
         return self
 
     def __repr__(self) -> str:
@@ -281,19 +287,14 @@ class AcceleratedOptimizer(Optimizer):
             self._warn_of_dropped_gradients()
         zero = self.optimizer.zero_grad
         if set_to_none is not None:
-
-            def zero() -> None:
-                self.optimizer.zero_grad(set_to_none=set_to_none)
-
+            zero = partial(zero, set_to_none=set_to_none)
         if self._strategy is not None:
             self._strategy.zero_grad(self.optimizer, zero)
         else:
             zero()
         if self._precision is not None and self._precision.loss_scaling is not None:
             self._precision.loss_scaling.note_cleared(self.optimizer)
-        gradients.has_unweighted_grads = False
-        if gradients.abandoned_window:
-            gradients.abandoned_window = ""
+        gradients.has_unweighted_grads, gradients.abandoned_window = False, ""
         if gradients.loss_weighting is not None:
             gradients.loss_weighting.reset_used(self.optimizer)
 
@@ -512,9 +513,8 @@ def settle_optimizers(optimizers: Sequence[Any], options: list[Any], shared: lis
         optimizer = optimizers[place]
         state = optimizer.state_dict()
         # Numbers stand for the parameters, which are each rank's own.
-        first: dict[str, Any] = collective.broadcast_object(
-            move_to_device(state["state"], torch.device("cpu")), 0
-        )
+        own = move_to_device(state["state"], torch.device("cpu"))
+        first: dict[str, Any] = collective.broadcast_object(own, 0)
         if collective.rank() != 0:
             optimizer.load_state_dict({**state, "state": first})
     if collective.rank() == 0:
@@ -526,8 +526,7 @@ def settle_optimizers(optimizers: Sequence[Any], options: list[Any], shared: lis
 
 def _refuse_other_options(optimizers: Sequence[Any], options_by_rank: list[list[Any]]) -> None:
     for rank, options in enumerate(options_by_rank):
-        pairs = zip(optimizers, options_by_rank[0], options, strict=False)
-        for optimizer, groups, others in pairs:
+        for optimizer, groups, others in zip(optimizers, options_by_rank[0], options, strict=False):
             if len(groups) != len(others):
                 _refuse(optimizer, "the number of groups", len(groups), len(others), rank)
             for number, (group, other) in enumerate(zip(groups, others, strict=True)):
