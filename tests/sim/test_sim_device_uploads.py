@@ -234,6 +234,8 @@ def saved_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Acc
     model = nn.Sequential(nn.Linear(301, 130), Doubling(130, 200), nn.Linear(200, 1))
     user = torch.optim.AdamW(model.parameters(), lr=0.1)
     user.param_groups[0]["estimate"] = torch.tensor(2.0)  # as optimizers keep that estimate their rate
+    state: Any = user.state  # with some that is of no parameter
+    state["all"], state["count"] = {"estimate": torch.tensor(2.0)}, 1
     model, optimizer = accelerator.prepare(model, user)
     train_step(accelerator, model, optimizer)
     folder = Path(accelerator.save_state(tmp_path / "state"))
@@ -249,8 +251,8 @@ def train_step(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
 def values_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     moments = {
         f"{number} {name}": value
-        for number, state in enumerate(optimizer.state.values())
-        for name, value in state.items()
+        for number, p in enumerate(model.parameters())
+        for name, value in optimizer.state[p].items()
     }
     return {**dict(model.named_parameters()), **moments}
 
@@ -263,9 +265,10 @@ def test_load_state_uploads_weights_and_moments(
     accelerator, model, optimizer, folder = saved_training
     wanted = {name: value.detach().cpu().clone() for name, value in values_of(model, optimizer).items()}
     train_step(accelerator, model, optimizer)
-    estimate = optimizer.param_groups[0]["estimate"]
-    assert str(estimate.device) == "sim:0", "as 1.x moves it in prepare"
-    estimate.zero_()
+    estimates = [optimizer.param_groups[0]["estimate"], optimizer.state["all"]["estimate"]]
+    for estimate in estimates:
+        assert str(estimate.device) == "sim:0", "as 1.x moves it in prepare"
+        estimate.zero_()
     before = {name: value.data_ptr() for name, value in values_of(model, optimizer).items()}
     hardware, reads = request.getfixturevalue("hardware"), request.getfixturevalue("reads")
     accelerator.load_state(folder, map_location=map_location)
@@ -283,8 +286,8 @@ def test_load_state_uploads_weights_and_moments(
     assert hardware.copies
     assert all(event.is_over for event in hardware.copies)
     assert torch.equal(model[1].doubled.cpu(), 2 * wanted["1.weight"].view(-1)), "used while it was uploaded"
-    estimate = optimizer.param_groups[0]["estimate"]
-    assert (str(estimate.device), estimate.item()) == ("sim:0", 2.0)
+    for estimate in (optimizer.param_groups[0]["estimate"], optimizer.state["all"]["estimate"]):
+        assert (str(estimate.device), estimate.item()) == ("sim:0", 2.0)
 
 
 class KeepingAdamW(torch.optim.AdamW):

@@ -21,6 +21,7 @@ from accelerate.checkpoint.layout import StatefulAdapter
 from accelerate.checkpoint.state_dict_files import describe_optimizer, describe_other_class
 from accelerate.core.errors import warn_user
 from accelerate.facade.loss_weighting import LossWeighting
+from accelerate.facade.optimizer import move_to_device
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.offload.offloaded_tensor import OffloadedTensor
 from accelerate.strategy.base import DataSharding, EngineStrategy
@@ -207,8 +208,11 @@ def load_optimizer_state(
             view, [strategy.model_checkpoint_view(model) for model in models], state
         )
     strategy.load_optimizer(optimizer, models, state)
-    # Tensors of groups, such as an estimated learning rate, which torch leaves where they are.
-    for group in optimizer.param_groups:
+    # Torch casts the state of parameters only: not other state, and not tensors of groups.
+    for key, value in getattr(optimizer, "state", {}).items():
+        if not isinstance(key, torch.Tensor):
+            optimizer.state[key] = move_to_device(value, strategy.world.device)
+    for group in getattr(optimizer, "param_groups", ()):
         for name, value in group.items():
             if isinstance(value, torch.Tensor) and group["params"]:
                 group[name] = value.to(group["params"][0].device)

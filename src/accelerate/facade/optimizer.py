@@ -36,16 +36,20 @@ def move_to_device(state: Any, device: torch.device) -> Any:
     return tree.map_tree(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, state)
 
 
-def move_optimizer(optimizer: Optimizer, renewed: dict[int, torch.Tensor]) -> None:
+def move_optimizer(optimizer: Optimizer, renewed: dict[int, torch.Tensor], device: torch.device) -> None:
     """Replace parameters of an optimizer, and move its state to the devices of its parameters.
 
     Args:
         renewed: new parameters by ``id`` of the old ones.
+        device: for state that is of no parameter.
     """
     for group in optimizer.param_groups if renewed else ():
         group["params"][:] = [renewed.get(id(p), p) for p in group["params"]]
     # One that steps through optimizers of its own may have no state.
     for old, state in list(getattr(optimizer, "state", {}).items()):
+        if not isinstance(old, torch.Tensor):
+            optimizer.state[old] = move_to_device(state, device)
+            continue
         del optimizer.state[old]
         parameter: Any = renewed.get(id(old), old)
         # A 0-dimensional step counter stays on the host unless the optimizer runs fused.
@@ -381,12 +385,8 @@ class AcceleratedOptimizer(Optimizer):
 
     def warn_of_unsaved_state(self) -> None:
         """Warn where tensors that it keeps outside of its state, as AdaLOMO does, are in no checkpoint."""
-        own = {name: value for name, value in vars(self.optimizer).items() if name != "state"}
-        kept = [
-            name
-            for name, value in own.items()
-            if isinstance(value, dict) and any(isinstance(each, torch.Tensor) for each in value.values())
-        ]
+        own = {n: v for n, v in vars(self.optimizer).items() if n != "state" and isinstance(v, dict)}
+        kept = [n for n, v in own.items() if any(isinstance(each, torch.Tensor) for each in v.values())]
         if kept:
             warn_user(
                 f"{type(self.optimizer).__name__} keeps {', '.join(kept)} outside of its state_dict(), so "

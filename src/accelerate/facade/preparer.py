@@ -510,7 +510,7 @@ def _place_models(bundle: PrepareBundle, device: torch.device) -> None:
             continue
         renewed = _move_model(model, device)
         for optimizer in bundle.objects_of("optimizer"):
-            move_optimizer(optimizer, renewed)
+            move_optimizer(optimizer, renewed, device)
 
 
 def _move_model(model: nn.Module, device: torch.device) -> dict[int, torch.Tensor]:
