@@ -19,7 +19,16 @@ from torch.nn import functional as F
 
 import accelerate.big_modeling
 import accelerate.hooks
-from accelerate import Accelerator, cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
+from accelerate import (
+    Accelerator,
+    cpu_offload,
+    cpu_offload_with_hook,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+)
 from accelerate import device as devices
 from accelerate.core.errors import DeviceError, OffloadError, PrepareError, SettingError, UnknownNameError
 from accelerate.hooks import add_hook_to_module, remove_hook_from_submodules
@@ -193,18 +202,69 @@ def test_without_files_the_folder_is_written_once_and_mapped(tmp_path: Path) -> 
     assert not torch.allclose(changed, expected)
 
 
+def write_indexed_file(state: dict[str, torch.Tensor], folder: Path, **others: torch.Tensor) -> Path:
+    """Write a file and its index as GPTQModel does, before it calls disk_offload."""
+    file = folder / "module.safetensors"
+    save_file({**state, **others}, file)
+    index = {
+        name: {
+            "safetensors_file": str(file),
+            "weight_name": name,
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": [*value.shape],
+        }
+        for name, value in state.items()
+    }
+    (folder / "index.json").write_text(json.dumps(index))
+    return file
+
+
 def test_what_the_folder_has_in_a_file_of_safetensors_is_not_written_again(tmp_path: Path) -> None:
-    """GPTQModel writes a file and an index, then calls disk_offload."""
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     expected, state = model(x), model.state_dict()
-    file = str(tmp_path / "module.safetensors")
-    save_file({**state, "bias": state["bias"] + 1}, file)
-    entry = {"safetensors_file": file, "dtype": "float32"}
-    index = {name: {**entry, "weight_name": name, "shape": [*value.shape]} for name, value in state.items()}
-    (tmp_path / "index.json").write_text(json.dumps(index))
+    write_indexed_file(state, tmp_path, bias=state["bias"] + 1)
     disk_offload(model, tmp_path, "cpu")
     assert [each.name for each in tmp_path.glob("*.dat")] == ["bias.dat"]  # the file has another
     assert torch.equal(model(x), expected)
+
+
+PLACEMENTS: dict[str, Any] = {
+    "disk_offload": lambda model, file: disk_offload(model, file.parent, "cpu", offload_buffers=True),
+    "cpu_offload": lambda model, _: cpu_offload(model, "cpu", offload_buffers=True),
+    "dispatch_model": lambda model, file: dispatch_model(model, DISK, offload_dir=file.parent),
+    "load_checkpoint_in_model": lambda model, file: load_checkpoint_in_model(model, file, {"": "cpu"}),
+    "load_checkpoint_and_dispatch": lambda model, file: load_checkpoint_and_dispatch(
+        model, file, DISK, offload_folder=file.parent, offload_buffers=True
+    ),
+}
+
+
+CASES = [(how, made) for how in PLACEMENTS for made in ("before", "in it", "without weights")]
+CASES.remove(("cpu_offload", "without weights"))
+
+
+@pytest.mark.parametrize(("how", "made"), CASES)
+def test_weights_placed_in_inference_mode_can_be_trained_later(how: str, made: str, tmp_path: Path) -> None:
+    """Those of a model that was made in the mode compute; torch trains none of them."""
+    plain: Any = built()
+    plain.layers[1].norm.running_mean.normal_()
+    file = write_indexed_file(plain.state_dict(), tmp_path)
+    with torch.inference_mode(made == "in it"):
+        model = copy.deepcopy(plain)
+    if made == "without weights":
+        with init_empty_weights():
+            model = Net().eval()
+        model.load_state_dict(dict(plain.named_buffers()), strict=False)
+    with torch.inference_mode():
+        PLACEMENTS[how](model, file)
+        assert torch.equal(model(IDS), plain(IDS))
+    with torch.no_grad():
+        assert torch.equal(model(IDS), plain(IDS))
+    if made != "in it":
+        for each in (plain, model):
+            each(IDS).square().mean().backward()
+            torch.optim.SGD(each.parameters(), 0.1).step()
+        torch.testing.assert_close(dict(model.named_parameters()), dict(plain.named_parameters()))
 
 
 def test_a_dtype_that_differs_from_the_checkpoint_is_converted(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
     OffloadedTensor,
     OffloadError,
-    check_trainable,
     make_stand_in,
 )
+from accelerate.offload.quantization.base import check_trainable
 
 
 def is_offloaded(weight: torch.Tensor) -> bool:

@@ -134,13 +134,16 @@ def list_model_tensors(model: nn.Module) -> list[ModelTensor]:
 
 @torch.no_grad()
 def assign_tensor(target: ModelTensor, value: torch.Tensor) -> None:
-    """Set a tensor of the model: in the same parameter where that has memory, else as a new one."""
+    """Set a tensor of the model: in the same parameter where that has memory, else as a new one.
+
+    One that was made in inference mode is replaced too: torch could not train it with any memory.
+    """
     current = target.tensor
     if value is current:
         return
     plain = type(value) in (torch.Tensor, nn.Parameter) and current.device.type != "meta"
     requires_grad = current.requires_grad and (value.dtype.is_floating_point or value.dtype.is_complex)
-    plain = plain and requires_grad == current.requires_grad
+    plain = plain and requires_grad == current.requires_grad and not current.is_inference()
     if target.is_parameter and plain and torch._has_compatible_shallow_copy_type(current, value):  # pyright: ignore
         current.data = value
         vars(current).update(vars(value))

@@ -156,7 +156,9 @@ def copy_into(
         return upload(saved, values, uploads)
     value = host_tensor(saved, saved.dtype, maps)
     if target.dtype == dtype and target.device.type != "meta":
-        return target.copy_(value)
+        # Torch changes tensors that were made in inference mode only there; another mode enables gradients.
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
+            return target.copy_(value)
     return value.to(device=target.device, dtype=dtype)
 
 

@@ -68,6 +68,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".json", ".pt", ".pth")
 
 
+@torch.inference_mode(False)  # weights that are made in it could not be trained later
+@torch.no_grad()
 def load_checkpoint_in_model(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
@@ -151,6 +153,8 @@ def load_placed_weights(
             save_offload_index(placer.index, placer.folder)
 
 
+@torch.inference_mode(False)  # weights that are made in it could not be trained later
+@torch.no_grad()
 def load_checkpoint_and_dispatch(
     model: ModuleT,
     checkpoint: str | os.PathLike[str],

@@ -31,8 +31,7 @@ from accelerate.facade.module_queries import is_compiled_module
 from accelerate.facade.optimizer import AcceleratedOptimizer, agree_on_optimizers, move_optimizer
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
-from accelerate.offload.offloaded_tensor import check_trainable
-from accelerate.offload.quantization.base import check_adapters, quantized_models
+from accelerate.offload.quantization.base import check_adapters, check_trainable, quantized_models
 from accelerate.strategy.base import (
     BatchPlacement,
     DataSharding,

@@ -41,6 +41,8 @@ from accelerate.offload.quantization.base import (
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
+@torch.inference_mode(False)  # weights that are made in it could not be trained later
+@torch.no_grad()
 def load_and_quantize_model(
     model: ModuleT,
     bnb_quantization_config: QuantizationConfig,

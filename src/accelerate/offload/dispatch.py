@@ -109,6 +109,8 @@ def resolve_home(value: Any) -> Home:
 # ------------------------------------------------------------------------------------------------ dispatching
 
 
+@torch.inference_mode(False)  # weights that are made in it could not be trained later
+@torch.no_grad()
 def dispatch_model(
     model: ModuleT,
     device_map: Mapping[str, str | int | torch.device],
@@ -334,6 +336,8 @@ def _is_moved(model: nn.Module, how: str, args: tuple[Any, ...], kwargs: dict[st
 # ------------------------------------------------------------------------------------------------ offloading
 
 
+@torch.inference_mode(False)  # weights that are made in it could not be trained later
+@torch.no_grad()
 def _offload_all(
     model: ModuleT,
     home: Home,

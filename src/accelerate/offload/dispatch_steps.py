@@ -36,6 +36,7 @@ from accelerate.offload.offloaded_tensor import (
     make_stand_in,
     mapped_source,
     set_file_source,
+    version_of,
 )
 from accelerate.offload.pager import Pager
 from accelerate.offload.weight_block import (
@@ -163,11 +164,14 @@ def _fill_slots(
 
 
 def _on_cpu(old: torch.Tensor, source: TensorSource) -> torch.Tensor:
-    """Return the tensor with the values of ``source``; a parameter that has memory stays the same object."""
+    """Return the tensor with the values of ``source``; a parameter that has memory stays the same object.
+
+    One that was made in inference mode does not: it could not be trained with memory of any kind.
+    """
     if mapped_source(old) is source:
         return old
     tensor = with_values(old, source.host_tensor(), source)
-    if isinstance(old, nn.Parameter) and type(old) is nn.Parameter and _is_on(old, CPU):
+    if type(old) is nn.Parameter and _is_on(old, CPU) and version_of(old) is not None:
         old.data = tensor.data
         if not source.in_memory:
             set_file_source(old, source)

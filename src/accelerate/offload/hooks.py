@@ -20,12 +20,13 @@ from torch import nn
 from torch.fx import GraphModule
 
 from accelerate.device import DEVICES
-from accelerate.offload.module_tensors import address_of, tensor_slots, version_of
+from accelerate.offload.module_tensors import address_of, tensor_slots
 from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
     OffloadedTensor,
     is_exact_cast,
     make_stand_in,
+    version_of,
 )
 
 # What dispatching a model sets on it beside its hooks: `to`, and `cuda` and its like.
@@ -276,7 +277,7 @@ class LayerwiseCastingHook(ModelHook):
     def _reset_forward_state(self) -> None:
         self._users = 0
         # (the weight, what it had before, the state of what it was cast to)
-        self._stored_weights: list[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]] = []
+        self._stored_weights: list[tuple[torch.Tensor, torch.Tensor, tuple[int | None, int]]] = []
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -351,7 +352,7 @@ class LayerwiseCastingHook(ModelHook):
         tensor.data = stored
 
 
-def _counted_state(tensor: torch.Tensor) -> tuple[int, int]:
+def _counted_state(tensor: torch.Tensor) -> tuple[int | None, int]:
     """Return the number of changes that torch has counted, and the address of the memory."""
     return version_of(tensor), address_of(tensor)
 

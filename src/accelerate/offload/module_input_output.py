@@ -21,7 +21,7 @@ from torch import nn
 from accelerate.core import tree
 from accelerate.core.lazy_names import get_override
 from accelerate.offload.module_tensors import check_device_same
-from accelerate.offload.offloaded_tensor import OffloadedTensor
+from accelerate.offload.offloaded_tensor import OffloadedTensor, version_of
 from accelerate.world.local_tensor_trees import send_to_device
 
 # Types without tensors; a lookup of the type is the cheapest test.
@@ -95,8 +95,8 @@ class _VersionedTensorCopy:
         return (
             not cuts
             and self.source_version is not None
-            and self.source_version == _version(source)
-            and self.copy_version == _version(self.copy)
+            and self.source_version == version_of(source)
+            and self.copy_version == version_of(self.copy)
         )
 
 
@@ -226,13 +226,13 @@ class ModuleInputOutputMover:
                 if watched.passed is not watched.original:
                     _write_back(watched)
         for source, moved in call.copies:
-            version = _version(moved.copy)
+            version = version_of(moved.copy)
             with_grad = moved.copy.requires_grad and torch.is_grad_enabled()
             # autograd refuses to change a leaf, also where nothing is dispatched
             if version != moved.copy_version and not (with_grad and source.requires_grad and source.is_leaf):
                 with torch.set_grad_enabled(with_grad):
                     source.copy_(moved.copy)
-                moved.source_version, moved.copy_version = _version(source), version
+                moved.source_version, moved.copy_version = version_of(source), version
 
 
 class _ArgumentWalk:
@@ -281,7 +281,7 @@ class _ArgumentWalk:
             copy = _copy(tensor, self.device)
             self.mover.moves += 1
             source = weakref.ref(tensor, lambda _: copies.pop(key, None))
-            copies[key] = _VersionedTensorCopy(source, _version(tensor), copy, _version(copy))
+            copies[key] = _VersionedTensorCopy(source, version_of(tensor), copy, version_of(copy))
         self.call.copies.append((tensor, copies[key]))
         return copies[key].copy
 
@@ -319,10 +319,6 @@ class _ArgumentWalk:
     def _watch_container(self, original: Any, passed: Any, content: Any, path: Path) -> None:
         if not self.is_output:
             self.call.watched.append(_InputContainerCopy(original, passed, content, path))
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -25,6 +25,7 @@ from accelerate.offload.offloaded_tensor import (
     make_stand_in,
     set_file_source,
     source_of,
+    version_of,
 )
 
 TiedMap = dict[int, dict[torch.device, torch.Tensor]]
@@ -137,10 +138,11 @@ def as_parameter(value: torch.Tensor, old: torch.Tensor, fp16_statistics: Any = 
     if isinstance(value, nn.Parameter) and type(value) is kind and value.requires_grad == requires_grad:
         return value
     of_its_own = type(value) not in (torch.Tensor, nn.Parameter, kind) or not issubclass(kind, nn.Parameter)
-    if of_its_own or kind is nn.Parameter:
-        parameter: torch.Tensor = nn.Parameter(value.detach(), requires_grad=requires_grad)
-    else:
-        parameter = torch.Tensor._make_subclass(kind, value.detach(), requires_grad)
+    with torch.inference_mode(value.is_inference()):  # elsewhere torch refuses that it requires gradients
+        if of_its_own or kind is nn.Parameter:
+            parameter: torch.Tensor = nn.Parameter(value.detach(), requires_grad=requires_grad)
+        else:
+            parameter = torch.Tensor._make_subclass(kind, value.detach(), requires_grad)
     # Of a class that wraps tensors, those are attributes too, which the value has where it is wanted.
     kept = vars(value).keys() if of_its_own else ()
     for name, attribute in attributes.items():
@@ -381,11 +383,6 @@ class MaterializedTensor:
         # cuDNN moves all weights of a recurrent layer into one storage, and changes none.
         in_one_storage = self.tensor.untyped_storage().nbytes() > self.tensor.nbytes
         return not (in_one_storage and any(isinstance(owner, nn.RNNBase) for owner, _ in self.slots))
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of changes that torch has counted; it counts none of inference tensors."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def restore_stand_ins(materialized: list[MaterializedTensor], compare: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""Offloaded weights: the stand-in of one, the source of its values, and what cannot be trained.
+"""Offloaded weights: the stand-in of one, and the source of its values.
 
 The parameter of an offloaded module is a stand-in between forwards: a tensor on the meta device that reads
 its values when it is used. Code that reads it elsewhere (a parent that calls ``F.linear(x, child.weight)``,
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from accelerate.core.errors import OffloadError, PrepareError
+from accelerate.core.errors import OffloadError
 from accelerate.core.torch_internals import require
 
 require("tensors that are offloaded")
@@ -300,9 +300,19 @@ def mapped_source(tensor: torch.Tensor) -> TensorSource | None:
     return source if source is not None and is_host and state == _memory_state(tensor) else None
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return how often torch has counted a write to a tensor; None for one made in inference mode."""
+    if tensor.is_inference():
+        return None
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode, and its data were set outside
+        return None
+
+
 def _memory_state(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the memory that a tensor has, and how often torch has counted a write to it."""
-    return tensor._version, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    """Return the memory that a tensor has, and its version."""
+    return version_of(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def unchanged_source(tensor: torch.Tensor) -> TensorSource | None:
@@ -534,66 +544,3 @@ def make_stand_in(tensor: torch.Tensor, source: TensorSource, device: torch.devi
 def source_of(tensor: torch.Tensor | None) -> TensorSource | None:
     """Return the source of an offloaded tensor; None for any other."""
     return tensor.source if isinstance(tensor, OffloadedTensor) else None
-
-
-# -------------------------------------------------------------------------------------------------- training
-
-
-def check_trainable(
-    model: nn.Module, *, several: bool, trained: bool, can_train_on_cpu: Callable[[], bool] | None = None
-) -> None:
-    """Raise when a model with offloaded weights, or in 8 or 4 bits, cannot be trained as asked.
-
-    Args:
-        model: the model.
-        several: several processes will train it.
-        trained: an optimizer is prepared with it.
-        can_train_on_cpu: whether bitsandbytes computes on the CPU too; None where nothing is to be trained.
-
-    Raises:
-        PrepareError: weights that are offloaded cannot be trained, or not by several processes.
-    """
-    offloaded = [(name, p) for name, p in model.named_parameters() if isinstance(p, OffloadedTensor)]
-    if offloaded and several:
-        raise PrepareError(
-            "a model whose weights are offloaded cannot be trained by several processes",
-            why="each process would hold its own copy of the weights in memory, and exchange them all",
-            fix="start one process, or load the model without device_map and let the launcher shard it",
-        )
-    learning = [name for name, p in offloaded if p.requires_grad]
-    if trained and learning:
-        raise PrepareError(
-            f"{learning[0]} is offloaded and cannot be trained"
-            + (f", nor can {len(learning) - 1} more" if len(learning) > 1 else ""),
-            why="offloaded weights are dropped after each forward: their gradients have nowhere to go",
-            fix="freeze them, model.requires_grad_(False), and train adapters beside them that are smaller, "
-            "or name the modules that are trained in the device map with an accelerator",
-        )
-    bits = next((bits for bits in (8, 4) if getattr(model, f"is_loaded_in_{bits}bit", False)), None)
-    if bits is not None and can_train_on_cpu is not None:
-        _check_quantized(model, bits, can_train_on_cpu)
-
-
-def _check_quantized(model: nn.Module, bits: int, can_train_on_cpu: Callable[[], bool]) -> None:
-    """Raise when a model in 8 or 4 bits is to be trained while its device map offloads parts of it.
-
-    Args:
-        model: the model; one that transformers has quantized says so by ``is_loaded_in_8bit`` or
-            ``is_loaded_in_4bit``, and where its parts are by ``hf_device_map``.
-        bits: 8 or 4.
-        can_train_on_cpu: whether bitsandbytes computes on the CPU too.
-
-    Raises:
-        PrepareError: a part is on the disk, or on the CPU where bitsandbytes does not compute there.
-    """
-    places: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {}
-    refused = {name: place for name, place in places.items() if place in ("cpu", "disk")}
-    if not refused or ("disk" not in refused.values() and can_train_on_cpu()):
-        return
-    name, place = next(iter(refused.items()))
-    raise PrepareError(
-        f"a model in {bits} bits cannot be trained with {name or 'all of it'} on the {place}",
-        why="bitsandbytes keeps what the backward of a layer needs on the accelerator that computes it",
-        fix='load it with device_map={"": accelerator.device}; to evaluate it, '
-        "accelerator.prepare_model(model, evaluation_mode=True)",
-    )

@@ -1,4 +1,4 @@
-"""The interface of quantization libraries, and the choice of the layers that they convert.
+"""The interface of quantization libraries, the layers that they convert, and models that cannot be trained.
 
 A ``QuantizationConfig`` is what users write. It makes a ``Quantizer``, which converts one linear layer at a
 time, so that a model never exists in full precision beside its quantized form.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from torch import nn
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.core.value_types import CustomDtype
 from accelerate.offload.module_sizes import find_tied_parameters
+from accelerate.offload.offloaded_tensor import OffloadedTensor
 
 logger = logging.getLogger(__name__)
 
@@ -225,6 +226,66 @@ quantized_models: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictiona
 def record_trainable(model: nn.Module) -> None:
     """Note which parameters of a model that was just quantized require gradients."""
     quantized_models[model] = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+
+
+def check_trainable(
+    model: nn.Module, *, several: bool, trained: bool, can_train_on_cpu: Callable[[], bool] | None = None
+) -> None:
+    """Raise when a model with offloaded weights, or in 8 or 4 bits, cannot be trained as asked.
+
+    Args:
+        model: the model.
+        several: several processes will train it.
+        trained: an optimizer is prepared with it.
+        can_train_on_cpu: whether bitsandbytes computes on the CPU too; None where nothing is to be trained.
+
+    Raises:
+        PrepareError: weights that are offloaded cannot be trained, or not by several processes.
+    """
+    offloaded = [(name, p) for name, p in model.named_parameters() if isinstance(p, OffloadedTensor)]
+    if offloaded and several:
+        raise PrepareError(
+            "a model whose weights are offloaded cannot be trained by several processes",
+            why="each process would hold its own copy of the weights in memory, and exchange them all",
+            fix="start one process, or load the model without device_map and let the launcher shard it",
+        )
+    learning = [name for name, p in offloaded if p.requires_grad]
+    if trained and learning:
+        raise PrepareError(
+            f"{learning[0]} is offloaded and cannot be trained"
+            + (f", nor can {len(learning) - 1} more" if len(learning) > 1 else ""),
+            why="offloaded weights are dropped after each forward: their gradients have nowhere to go",
+            fix="freeze them, model.requires_grad_(False), and train adapters beside them that are smaller, "
+            "or name the modules that are trained in the device map with an accelerator",
+        )
+    bits = next((bits for bits in (8, 4) if getattr(model, f"is_loaded_in_{bits}bit", False)), None)
+    if bits is not None and can_train_on_cpu is not None:
+        _check_quantized(model, bits, can_train_on_cpu)
+
+
+def _check_quantized(model: nn.Module, bits: int, can_train_on_cpu: Callable[[], bool]) -> None:
+    """Raise when a model in 8 or 4 bits is to be trained while its device map offloads parts of it.
+
+    Args:
+        model: the model; one that transformers has quantized says so by ``is_loaded_in_8bit`` or
+            ``is_loaded_in_4bit``, and where its parts are by ``hf_device_map``.
+        bits: 8 or 4.
+        can_train_on_cpu: whether bitsandbytes computes on the CPU too.
+
+    Raises:
+        PrepareError: a part is on the disk, or on the CPU where bitsandbytes does not compute there.
+    """
+    places: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {}
+    refused = {name: place for name, place in places.items() if place in ("cpu", "disk")}
+    if not refused or ("disk" not in refused.values() and can_train_on_cpu()):
+        return
+    name, place = next(iter(refused.items()))
+    raise PrepareError(
+        f"a model in {bits} bits cannot be trained with {name or 'all of it'} on the {place}",
+        why="bitsandbytes keeps what the backward of a layer needs on the accelerator that computes it",
+        fix='load it with device_map={"": accelerator.device}; to evaluate it, '
+        "accelerator.prepare_model(model, evaluation_mode=True)",
+    )
 
 
 def check_adapters(models: Iterable[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
