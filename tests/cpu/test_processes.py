@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections import UserDict, deque, namedtuple
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.core.errors import CheckpointError, CollectiveError, PrepareError
@@ -352,9 +354,44 @@ def _containers() -> dict[str, Any]:
         "deque": list(part(deque([1, 2, 3]))),
         "named tuple": part(Triple(1, 2, 3), apply_padding=True),
     }
-    with pytest.raises(PrepareError, match="it has no order"):
-        part({1, 2})
+    for items in ({1, 2}, {"a": frozenset({1, 2})}):
+        with pytest.raises(PrepareError, match="it has no order"):
+            part(items)
     return found
+
+
+class SizedStream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(2))
+
+    def __len__(self) -> int:
+        return 2
+
+
+def _unsplit() -> list[str]:
+    """Give what has a length and no positions, and return the warnings."""
+    accelerator = Accelerator(cpu=True)
+    loader = DataLoader(TensorDataset(torch.arange(3)), batch_size=2)
+    pairs = {"a": 1, "b": 2}.items()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for items in (loader, pairs, SizedStream(), accelerator.prepare(loader)):
+            with accelerator.split_between_processes(items) as whole:
+                assert whole is items
+        with accelerator.split_between_processes({"x": [1, 2], "y": pairs}, apply_padding=True) as part:
+            assert part == {"x": [1 + accelerator.process_index], "y": pairs}
+    return [str(each.message) for each in caught]
+
+
+def test_what_has_no_positions_is_given_whole_with_a_warning(ranks: RankServer) -> None:
+    warned, others = ranks(2, _unsplit)
+    kinds = (
+        "reads all of the DataLoader",
+        *(f"has the whole {kind}" for kind in ("dict_items", "SizedStream")),
+    )
+    assert [kind in message for kind, message in zip((*kinds, kinds[1]), warned, strict=True)] == [True] * 4
+    assert "accelerator.prepare(loader)" in warned[0]
+    assert others == []
 
 
 def test_any_container_is_split_in_its_kind(ranks: RankServer) -> None:

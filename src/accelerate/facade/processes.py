@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from accelerate.core import tree
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import PrepareError, warn_user
 from accelerate.world import collective
 from accelerate.world.rank_failure_report import FailureReport
 from accelerate.world.world import World
@@ -79,12 +79,13 @@ class ProcessMixin:
         """Yield this rank's contiguous part of a list, tuple, tensor or dataset, or of each value of a dict.
 
         Args:
-            inputs: the whole, the same on every process; a text is not split.
+            inputs: the whole, the same on every process. A text is not split, nor is what has a length and no
+                positions, such as a ``DataLoader``; of that, a warning says so.
             apply_padding: repeat the last item so that all parts have one length.
 
         Raises:
-            PrepareError: the values of a dict have different lengths, or something has no length; on several
-                processes. One process has the whole, whatever it is.
+            PrepareError: on several processes, the values of a dict have different lengths, or something has
+                no length, or is a set. One process has the whole, whatever it is.
         """
         yield _split(inputs, apply_padding=apply_padding)
 
@@ -194,7 +195,7 @@ def _split(items: Any, *, apply_padding: bool = False) -> Any:
     The parts are disjoint, complete and in order, and their sizes differ by at most one, the first ranks
     holding more. A mapping, an array, a table of pandas, pyarrow or polars, or a ``datasets.Dataset`` gives a
     part of its own kind, another map-style dataset a ``Subset``. A text is one thing: every rank gets all of
-    it.
+    it. So it does of what has no positions, with a warning.
 
     Args:
         items: what to split; every rank passes the same.
@@ -216,6 +217,10 @@ def _split(items: Any, *, apply_padding: bool = False) -> Any:
         parts = {key: _split(value, apply_padding=apply_padding) for key, value in items.items()}
         return tree.make_mapping_like(items, parts)
     length = _split_length(items)
+    if not hasattr(items, "__getitem__") or isinstance(items, IterableDataset):
+        if rank == 0 and not getattr(items, "_is_accelerate_prepared", False):
+            _warn_unsplit(items)
+        return items
     share, rest = divmod(length, size)
     start = rank * share + min(rank, rest)
     stop = start + share + (rank < rest)
@@ -257,8 +262,17 @@ def _take(items: Any, start: int, stop: int, missing: int) -> Any:
     return tuple(filled) if isinstance(items, tuple) else filled
 
 
+def _warn_unsplit(items: Any) -> None:
+    kind = type(items).__name__
+    effect = f"each process has the whole {kind}; to split it, pass a list of it"
+    if isinstance(items, DataLoader):
+        effect = f"each process reads all of the {kind}, unless its sampler shares the data out; "
+        effect += "accelerator.prepare(loader) splits it"
+    warn_user(f"split_between_processes: {effect}")
+
+
 def _split_length(items: Any) -> int:
-    if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
+    if not hasattr(items, "__len__") or isinstance(items, set | frozenset):
         why = "it has no order" if hasattr(items, "__len__") else "it has no length"
         raise PrepareError(
             f"an object of type {type(items).__name__} cannot be split between processes",
