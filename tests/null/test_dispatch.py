@@ -32,6 +32,7 @@ from accelerate import (
 from accelerate import device as devices
 from accelerate.core.errors import DeviceError, OffloadError, PrepareError, SettingError, UnknownNameError
 from accelerate.hooks import add_hook_to_module, remove_hook_from_submodules
+from accelerate.utils import offload_state_dict
 from tests.support.offloaded import (
     copies_weights,
     is_dispatched,
@@ -228,10 +229,25 @@ def test_what_the_folder_has_in_a_file_of_safetensors_is_not_written_again(tmp_p
     assert torch.equal(model(x), expected)
 
 
+@pytest.mark.parametrize("offload_buffers", [True, False])
+def test_buffers_come_from_the_folder_that_has_the_weights(offload_buffers: bool, tmp_path: Path) -> None:
+    plain = built()
+    plain.get_buffer("layers.1.norm.running_mean").normal_()
+    offload_state_dict(tmp_path, plain.state_dict())
+    stamps = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
+    with init_empty_weights():
+        model = Net().eval()
+    disk_offload(model, tmp_path, "cpu", offload_buffers=offload_buffers)
+    assert torch.equal(model(IDS), plain(IDS))
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == stamps
+
+
 PLACEMENTS: dict[str, Any] = {
     "disk_offload": lambda model, file: disk_offload(model, file.parent, "cpu", offload_buffers=True),
     "cpu_offload": lambda model, _: cpu_offload(model, "cpu", offload_buffers=True),
-    "dispatch_model": lambda model, file: dispatch_model(model, DISK, offload_dir=file.parent),
+    "dispatch_model": lambda model, file: dispatch_model(
+        model, DISK, offload_dir=file.parent, offload_buffers=True
+    ),
     "load_checkpoint_in_model": lambda model, file: load_checkpoint_in_model(model, file, {"": "cpu"}),
     "load_checkpoint_and_dispatch": lambda model, file: load_checkpoint_and_dispatch(
         model, file, DISK, offload_folder=file.parent, offload_buffers=True
@@ -254,7 +270,6 @@ def test_weights_placed_in_inference_mode_can_be_trained_later(how: str, made: s
     if made == "without weights":
         with init_empty_weights():
             model = Net().eval()
-        model.load_state_dict(dict(plain.named_buffers()), strict=False)
     with torch.inference_mode():
         PLACEMENTS[how](model, file)
         assert torch.equal(model(IDS), plain(IDS))

@@ -33,6 +33,7 @@ from accelerate.offload.dispatch_steps import (
     make_blocks,
     place_on_cpu,
     place_resident_tensors,
+    read_folder_buffers,
     replace_with_stand_ins,
     show_resident_hooks,
 )
@@ -223,6 +224,7 @@ def _place_and_hook(
 ) -> None:
     """Place every tensor, make blocks of the offloaded ones, and attach hooks."""
     slots = list_tensor_slots(model, home, options.main_device)
+    read_folder_buffers(slots, values, options)
     for slot in slots:
         if slot.home in ("cpu", "disk") or slot.tensor.is_meta:
             values.check_shape(slot.name, slot.tensor)

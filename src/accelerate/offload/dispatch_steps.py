@@ -31,6 +31,7 @@ from accelerate.offload.module_tensors import has_own_tensors, replace_tensor, w
 from accelerate.offload.offload_folder import PrefixedDataset
 from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
+    MappingSource,
     OffloadedTensor,
     TensorSource,
     make_stand_in,
@@ -120,6 +121,23 @@ def list_tensor_slots(
                     device = home_device if isinstance(home_device, torch.device) else main
                     slots.append(DeviceMapTensorSlot(prefix + key, module, table, key, home_device, device))
     return slots
+
+
+def read_folder_buffers(
+    slots: Sequence[DeviceMapTensorSlot], values: WeightStore, options: DispatchOptions
+) -> None:
+    """Read buffers from the offload folder where the model has its weights only there.
+
+    ``init_empty_weights`` leaves buffers as they are in a new model. A device map may have others loaded.
+    """
+    in_folder = values.loader.index.keys() - values.index.keys() - values.state_dict.keys()
+    saved = [slot for slot in slots if slot.name in in_folder and slot.home is not None]
+    if any(slot.tensor.is_meta for slot in saved):
+        for slot in saved:
+            is_kept = _is_kept_buffer(slot, options) and not options.is_offload
+            if slot.is_buffer and not (is_kept or slot.tensor.is_meta):
+                source = MappingSource(slot.name, values.loader, slot.name, slot.tensor)
+                slot.table[slot.name_in_table] = source.read(slot.tensor.device)
 
 
 # ------------------------------------------------------------------------------------------------ on the CPU
