@@ -733,6 +733,61 @@ def test_what_cannot_be_right_is_refused_with_words(ranks: RankServer, size: str
     }
 
 
+class Halo(nn.Module):
+    """A convolution over tokens that exchanges them itself: it keeps the mesh of those who share them."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mesh, self.embed, self.mix = mesh, nn.Embedding(WORDS, 8), nn.Conv1d(8, 8, 2)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(words) for _ in range(self.mesh.size())]
+        torch.distributed.all_gather(parts, words.contiguous(), group=self.mesh.get_group())
+        mixed = self.mix(F.pad(self.embed(torch.cat(parts, 1)).transpose(1, 2), (1, 0)))
+        return mixed.chunk(self.mesh.size(), -1)[self.mesh.get_local_rank()]
+
+
+def sharded_by_hand() -> tuple[dict[str, tuple[str, str]], list[list[int]], bool]:
+    """Whole sequences, then parts, for models that cannot compute these; parts in a row, for one that can."""
+    from accelerate import Accelerator, ParallelismConfig
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+
+    def shard(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        with accelerator.maybe_context_parallel([tokens], [1]):
+            return model(tokens)
+
+    uses: dict[str, tuple[str, str]] = {}
+    for name, make in {"eager": eager, "state": stateful, "mixing": mixing}.items():
+        model, tokens = accelerator.prepare(make()), words()["input_ids"][:, :8].clone()
+        model.train(name != "eager")
+        with mock.patch("warnings.warn") as warned:
+            whole = said(lambda m=model, t=tokens: m(t))
+        assert warned.called is (name == "state")  # once for all
+        uses[name] = whole, said(lambda m=model, t=tokens: shard(m, t))
+    with mock.patch.dict(ring_options(), enable_load_balance=False):
+        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+    tokens = torch.arange(8).view(1, 8)
+    mesh = accelerator.torch_device_mesh["cp"]
+    expected = F.pad((layer := Halo(mesh)).embed(tokens).transpose(1, 2), (1, 0))
+    expected = layer.mix(expected).detach().chunk(2, -1)[accelerator.process_index]
+    with accelerator.maybe_context_parallel([tokens], [1]):
+        parts = tokens.tolist()
+    return uses, parts, torch.allclose(shard(accelerator.prepare(layer), tokens), expected, atol=1e-6)
+
+
+def test_models_are_refused_when_they_compute_parts(ranks: RankServer) -> None:
+    """A program may shard in layers of its own, that the model has instead or beside: 1.x takes it too."""
+    for place, (uses, parts, is_right) in enumerate(ranks(2, sharded_by_hand)):
+        assert uses == {
+            "eager": ("nothing", "attn_implementation='eager' does not go with context parallelism"),
+            "state": ("nothing", "1 (LSTM) cannot compute a part of a sequence"),
+            "mixing": ("nothing", "1 (Conv1d) cannot compute a part of a sequence"),
+        }
+        assert (parts, is_right) == ([[[0, 1, 2, 3], [4, 5, 6, 7]][place]], True)
+
+
 # --- keys around a ring
 
 

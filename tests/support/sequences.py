@@ -194,7 +194,5 @@ def same(jobs: Jobs, found: list[list[Numbers]]) -> None:
 
 
 def ring_options() -> dict[str, Any]:
-    """Return the options of torch's ring, which belong to the user."""
-    from accelerate.strategy.parallelism.context.context_parallel import TORCH_MODULE
-
-    return dict(vars(import_module(TORCH_MODULE)._cp_options))
+    """Return torch's options of context parallelism, which belong to the user."""
+    return vars(import_module("torch.distributed.tensor.experimental._attention")._cp_options)

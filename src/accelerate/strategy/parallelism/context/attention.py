@@ -20,8 +20,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from accelerate.core.errors import PrepareError
@@ -341,30 +343,51 @@ def _may_attend(module: nn.Module) -> bool:
     return attends or not kind.__module__.startswith("torch.nn.modules.")
 
 
-def check_model(model: nn.Module, what: str) -> None:
+def check_model(model: nn.Module, what: str, mesh: Any) -> bool:
     """Refuse models that mix tokens by more than attention, or by attention that cannot be intercepted.
+
+    A module that keeps ``mesh`` or its group as an attribute exchanges tokens itself, with all that it has.
+
+    Returns:
+        Whether there is such a module.
 
     Raises:
         PrepareError: with the module and the reason.
     """
+    ranks, exchanging = _group_ranks(mesh), list[str]()
     for name, module in model.named_modules():
+        if any(f"{name}.".startswith(outer) for outer in exchanging):
+            continue
+        if any(_group_ranks(value) == ranks for value in vars(module).values()):
+            exchanging.append(f"{name}." if name else "")
+            continue
         reason = ""
         if isinstance(module, nn.RNNBase | nn.RNNCellBase):
             reason = "it goes through tokens one after another"
         elif isinstance(module, nn.Conv1d) and any(size > 1 for size in module.kernel_size):
             reason = "it mixes neighbouring tokens"
         if reason:
+            mesh_name = mesh.mesh_dim_names[0]
             raise PrepareError(
                 f"{name or 'the model'} ({type(module).__name__}) cannot compute a part of a sequence",
                 why=f"{reason}; {what} exchanges tokens in attention only",
-                fix="train it without cp_size and sp_size",
+                fix="train it without cp_size and sp_size; a layer that exchanges tokens itself keeps the "
+                f'mesh of these processes: self.mesh = accelerator.torch_device_mesh["{mesh_name}"]',
             )
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     for config in configs.values():
-        _check_config(config, what)
+        _check_config(config, what, bool(exchanging))
+    return bool(exchanging)
 
 
-def _check_config(config: Any, what: str) -> None:
+def _group_ranks(value: Any) -> list[int] | None:
+    """Return the ranks of a mesh of one dimension or of a process group; None for other objects."""
+    if isinstance(value, DeviceMesh) and value.ndim == 1:
+        value = value.get_group()
+    return dist.get_process_group_ranks(value) if isinstance(value, dist.ProcessGroup) else None
+
+
+def _check_config(config: Any, what: str, has_own_layers: bool) -> None:
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in (None, "sdpa"):
         raise PrepareError(
@@ -372,8 +395,8 @@ def _check_config(config: Any, what: str) -> None:
             why="torch's scaled_dot_product_attention can be exchanged between processes, and nothing else",
             fix='from_pretrained(..., attn_implementation="sdpa"), or model.set_attn_implementation("sdpa")',
         )
-    kinds = set(getattr(config, "layer_types", None) or ())
-    others = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"})
+    kinds = set() if has_own_layers else set(getattr(config, "layer_types", None) or ())
+    others = sorted(kinds - {"attention", "full_attention", "sliding_attention", "chunked_attention"})
     if others or getattr(config, "is_encoder_decoder", False):
         kind = f"layers of type {', '.join(others)}" if others else "an encoder and a decoder"
         raise PrepareError(
@@ -403,6 +426,13 @@ def uses_library_masks(model: nn.Module) -> bool:
     """Return whether a module of ``model`` gets its masks from transformers."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return any(hasattr(config, "_attn_implementation") for config in configs)
+
+
+def accepts_positions(model: nn.Module) -> bool:
+    """Return whether its forward accepts ``position_ids``."""
+    names = inspect.signature(model.forward).parameters
+    open_ended = any(name.kind is name.VAR_KEYWORD for name in names.values())
+    return "position_ids" in names or (open_ended and uses_library_masks(model))
 
 
 def register_mask_function() -> None:

@@ -16,6 +16,7 @@ Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv:231
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -379,9 +380,13 @@ class ContextParallel(SequenceParallelMeshDimension):
 
     name: ClassVar[str] = "cp"
     title: ClassVar[str] = "context parallelism"
-    balanced: ClassVar[bool] = True
 
     def __init__(self, strategy: Any) -> None:
+        # torch's option: layers that exchange tokens themselves may need contiguous parts. Nobody has changed
+        # it in a module that is not imported; the second has it before torch 2.10.
+        modules = map(sys.modules.get, (TORCH_MODULE, "torch.distributed.tensor.experimental._attention"))
+        options = [getattr(module, "_cp_options", None) for module in modules]
+        self.balanced = all(getattr(option, "enable_load_balance", True) for option in options)
         super().__init__(strategy)
         # Programs shift labels and count tokens of whole sequences before maybe_context_parallel shards them.
         self._option = self._option or False

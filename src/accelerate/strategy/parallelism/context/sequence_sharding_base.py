@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ from accelerate.strategy.parallelism.context.attention import (
     AttentionCallCounter,
     AttentionFunctionModeHooks,
     SequenceShardedAttention,
+    accepts_positions,
     add_mask_kwargs,
     check_model,
     nodes_of_own_loss,
@@ -51,7 +53,6 @@ from accelerate.strategy.parallelism.context.sequence_shards import (
 from accelerate.strategy.parallelism.strategy import MeshDimension
 
 require("collectives with gradients")
-_WHOLE: frozenset[int] = frozenset()
 
 
 class SequenceParallelMeshDimension(MeshDimension):
@@ -64,7 +65,7 @@ class SequenceParallelMeshDimension(MeshDimension):
     """
 
     title: ClassVar[str]
-    balanced: ClassVar[bool]
+    balanced: bool
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
@@ -78,8 +79,9 @@ class SequenceParallelMeshDimension(MeshDimension):
         # The models, and their original class names: FSDP2 gives them others.
         self._models: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._sharded_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Whether a pipelined model has attention in any of its stages.
+        # Whether stages of a pipelined model have attention; True where layers exchange tokens themselves.
         self._has_attention: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._shard_refusals: weakref.WeakKeyDictionary[nn.Module, PrepareError] = weakref.WeakKeyDictionary()
         # The tensors that are sequence shards, with their sequence dimension.
         self._shards: Any = WeakIdKeyDictionary()
         self._positions: Any = WeakIdKeyDictionary()
@@ -125,7 +127,7 @@ class SequenceParallelMeshDimension(MeshDimension):
             return
         models = [model for model in dict.fromkeys(bundle.objects_of("model")) if model not in self._models]
         for model in models:
-            check_model(model, self.title)
+            self._check_layers(model)
         if models:
             reason = f"{self.size} processes share each sequence, and exchange what attention needs"
             yield PrepareStep(self.name, reason, self._install)
@@ -134,6 +136,16 @@ class SequenceParallelMeshDimension(MeshDimension):
             yield PrepareStep(
                 "sequences", reason, lambda b: self._sharded_loaders.update(b.objects_of("loader"))
             )
+
+    def _check_layers(self, model: nn.Module) -> None:
+        try:
+            if check_model(model, self.title, self.mesh[self.name]):
+                self._has_attention[model] = True
+        except PrepareError as error:
+            # Where loaders give whole sequences, the program may never have this model compute parts.
+            if self._option is not False:
+                raise
+            self._shard_refusals[model] = copy(error)  # without its traceback, which would keep the model
 
     def _install(self, bundle: PrepareBundle) -> None:
         for model in dict.fromkeys(bundle.objects_of("model")):
@@ -265,8 +277,7 @@ class SequenceParallelMeshDimension(MeshDimension):
         if not attention.lengths:
             return None
         names = inspect.signature(model.forward).parameters
-        library_masks = uses_library_masks(model)
-        if not _accepts_positions(model):
+        if not accepts_positions(model):
             self._check_positions(model, tensors)
             return None
         fixed = [name for name, kind in names.items() if kind.kind is kind.POSITIONAL_OR_KEYWORD]
@@ -282,7 +293,7 @@ class SequenceParallelMeshDimension(MeshDimension):
             positions = torch.arange(tokens.shape[dim] * self.size, device=tokens.device)
             positions = self.sharder.local_shard(positions, 0)
             named["position_ids"] = expand_positions(positions, tokens.shape[1 - dim], dim)
-        if library_masks:
+        if uses_library_masks(model):
             cached = named.get("use_cache")
             cached = getattr(model.config, "use_cache", False) if cached is None else cached
             named = add_mask_kwargs(attention, tokens.shape[1], named, bool(cached))
@@ -330,17 +341,22 @@ class SequenceParallelMeshDimension(MeshDimension):
             )
 
     def _sequence_lengths(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
-        """Return the lengths of the shards in this forward; empty where sequences are full."""
+        """Return the lengths of the shards in this forward; empty where sequences are full.
+
+        Raises:
+            PrepareError: the model cannot compute shards, or is given what should be one.
+        """
         parts = {tensor.shape[self._shards[tensor]] for tensor in tensors if tensor in self._shards}
-        if parts:
-            return frozenset(parts)
-        if self._active_lengths is not None:
-            return self._active_lengths
+        lengths = frozenset(parts) or self._active_lengths
+        if lengths and (refusal := self._shard_refusals.get(model)):
+            raise copy(refusal)
+        if lengths is not None:
+            return lengths
         if self._shard_lengths and (model.training or not any(t in self._whole_tensors for t in tensors)):
             self._check_unsharded(model, tensors)
         elif self.name == "cp" and model.training and torch.is_grad_enabled():
             self._check_whole(model, tensors)
-        return _WHOLE
+        return frozenset()
 
     def _check_whole(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
         """Refuse to train on whole sequences that nothing will shard; warn where they may be none.
@@ -394,7 +410,7 @@ class SequenceParallelMeshDimension(MeshDimension):
             return
         tensors = [leaf for _, leaf in tree.iterate_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         lengths = self._sequence_lengths(model, tensors)
-        if lengths and not _accepts_positions(model):
+        if lengths and not accepts_positions(model):
             self._check_positions(model, tensors)
         if lengths and not self._has_attention[model]:
             raise self._no_attention(model)
@@ -512,10 +528,3 @@ class SequenceParallelMeshDimension(MeshDimension):
 
 def _zero_all(gradients: tuple[torch.Tensor | None, ...], _: Any) -> tuple[torch.Tensor | None, ...]:
     return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
-
-
-def _accepts_positions(model: nn.Module) -> bool:
-    """Return whether its forward accepts ``position_ids``."""
-    names = inspect.signature(model.forward).parameters
-    open_ended = any(name.kind is name.VAR_KEYWORD for name in names.values())
-    return "position_ids" in names or (open_ended and uses_library_masks(model))

@@ -112,7 +112,7 @@ class UlyssesSequenceParallel(SequenceParallelMeshDimension):
 
     name: ClassVar[str] = "sp"
     title: ClassVar[str] = "sequence parallelism"
-    balanced: ClassVar[bool] = False
+    balanced = False
     # A loader was prepared that gives each process others, and no block was checked since.
     _has_unchecked_data = False
 
