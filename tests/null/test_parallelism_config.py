@@ -45,6 +45,27 @@ def test_sizes_are_one_and_can_be_changed() -> None:
         config._set_size("ep", 2)
 
 
+def test_programs_add_dimensions_of_their_own() -> None:
+    """axolotl adds its expert parallel dimension to the sizes, and reads them in its own ``_get_mesh``."""
+    config = ParallelismConfig(tp_size=2)
+    config._sizes["ep"] = 2
+    config.tp_size = 4
+    assert [*config._sizes] == ["dp_replicate", "dp_shard", "tp", "cp", "sp", "pp", "ep"]
+    assert (config._sizes["tp"], config._sizes["ep"]) == (4, 2)
+    assert config._get_mesh() == (("tp",), (4,))
+    config._set_size("ep", 3)
+    assert pickle.loads(pickle.dumps(config))._sizes["ep"] == config._sizes["ep"] == 3
+    config._sizes = {"dp_shard": 1, "ep": 2}
+    assert config._sizes == {"dp_shard": 1, "ep": 3}
+
+
+def test_configs_that_1_x_has_pickled_are_read() -> None:
+    config = ParallelismConfig.__new__(ParallelismConfig)
+    names = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    vars(config).update({f"{name}_size": 2 for name in names}, _sizes=dict.fromkeys(names, 2))
+    assert (config.total_size, config.pp_enabled) == (32, False)
+
+
 @pytest.mark.parametrize(
     ("sizes", "names", "shape"),
     [

@@ -229,8 +229,15 @@ class ParallelismConfig(MeshSettings):
 
     @property
     def _sizes(self) -> dict[str, int]:
-        """The size of every dimension, outermost first."""
-        return {name: getattr(self, f"{name}_size") for name in DIMENSIONS.values()}
+        """The size of every dimension: one dict, to which programs add dimensions of their own."""
+        # A config that 1.x has pickled has no pp_size, and not this dict.
+        sizes = vars(self).setdefault("_size_by_name", dict.fromkeys((*_DATA, *_OTHER), 1))
+        sizes.update({name: getattr(self, f"{name}_size", None) or size for name, size in sizes.items()})
+        return sizes
+
+    @_sizes.setter
+    def _sizes(self, sizes: dict[str, int]) -> None:
+        self._size_by_name = sizes
 
     def layout(self) -> MeshLayout:
         """Return the sizes as a ``Layout``."""
@@ -346,7 +353,7 @@ class ParallelismConfig(MeshSettings):
 
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Names and sizes of the dimensions with more than one process, outermost first."""
-        pairs = [(name, size) for name, size in self._sizes.items() if size > 1]
+        pairs = [(name, self._sizes[name]) for name in DIMENSIONS.values() if self._is_enabled(name)]
         return tuple(name for name, _ in pairs), tuple(size for _, size in pairs)
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
