@@ -207,7 +207,7 @@ def resumes(folder: str) -> None:
         offered: list[int] = []
         accelerator.register_load_state_pre_hook(lambda models, _, seen=offered: seen.append(len(models)))
         accelerator.load_state(f"{folder}/{source}")
-        assert offered == [0 if source.startswith("own") else 1]  # DeepSpeed loads its own by itself
+        assert offered == [0]  # as in 1.x: models that are sharded are not the hooks' to load
         ours = loop(accelerator, model, optimizer, steps=3)
         torch.testing.assert_close(
             torch.tensor(ours["losses"]), torch.tensor(numbers["losses"]), rtol=0, atol=1e-5

@@ -1180,7 +1180,8 @@ class Accelerator(ProcessMixin):
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` before ``load_state`` reads.
 
-        A model that is taken out of ``models`` is not loaded. What DeepSpeed loads by itself is not in it.
+        A model that is taken out of ``models`` is not loaded. Where parameters are sharded it is empty, and
+        ``load_state`` loads them.
         """
         return register_hook(self._checkpoints.load_hooks, hook)
 

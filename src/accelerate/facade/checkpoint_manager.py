@@ -343,12 +343,13 @@ class CheckpointManager:
         def run_load_hooks(folder: Path, manifest: Manifest | None) -> None:
             present = [each for each in engine_files if each.present(folder)]
             engine_object_ids = {id(each) for files in present for each in files.objects}
-            # As in 1.x, hooks do not get the models that DeepSpeed loads by itself.
-            offered = [model for model in self.prepared.models if id(model) not in engine_object_ids]
+            # As in 1.x, hooks get no model that is sharded: it is loaded here, whatever they do.
+            models, shards_params = self.prepared.models, self.strategy.shards_params
+            offered = [] if shards_params else [*models]
             for hook in list(self.load_hooks.values()):
                 hook(offered, str(folder))
-            loaded_ids = engine_object_ids | set(map(id, offered))
-            remaining = [model for model in self.prepared.models if id(model) in loaded_ids]
+            offered_ids = set(map(id, offered))
+            remaining = [model for model in models if shards_params or id(model) in offered_ids]
             train_state.models = [model_adapter(self.strategy, model) for model in remaining]
             if manifest is None or "own_files" in manifest.parts:  # DeepSpeed or Megatron-LM may have written
                 present += engine_state_loaders(
