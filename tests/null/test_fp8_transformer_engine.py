@@ -78,6 +78,53 @@ def test_layer_norms_that_the_library_does_not_have_stay(engine: Library) -> Non
         assert converted(torch.rand(2, 4, 16)).isfinite().all()
 
 
+class ShiftedNorm(nn.LayerNorm):
+    """Computes otherwise than its class."""
+
+
+def test_a_program_that_converts_and_wraps_by_itself(
+    engine: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its models have layers of the library already, and its recipe is another for each forward."""
+    import accelerate.accelerator as public
+
+    class Own(nn.Sequential):
+        recipe: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with engine.fp8_autocast(True, self.recipe):
+                return super().forward(x)
+
+    def wrap(model: Own, handler: TERecipeKwargs) -> Own:
+        model.recipe = ("own", handler.margin)
+        return model
+
+    def copy_values(model: Any) -> None:
+        model[0].weight.copy_(torch.ones(4, 6))  # under no_grad, as in 1.x
+
+    monkeypatch.setattr(public, "convert_model", copy_values)
+    monkeypatch.setattr(public, "apply_fp8_autowrap", wrap)
+    accelerator = fp8(TERecipeKwargs(margin=2))
+    model: Any = Own(nn.Linear(6, 4), nn.Linear(4, 16))
+    assert "0 of 2 linear layers compute in 8-bit floats" in str(accelerator.plan(model))
+    with pytest.warns(UserWarning, match="none of 2 linear layers convert"):
+        accelerator.prepare(model)
+    assert type(model[1]) is nn.Linear
+    assert model[0].weight.eq(1).all()
+    model(torch.zeros(1, 6))
+    assert engine.entered == [(True, ("own", 2))]
+    monkeypatch.setattr(public, "apply_fp8_autowrap", lambda model, _: nn.Sequential(model))
+    with pytest.raises(PrepareError, match="apply_fp8_autowrap returns another object than the Own"):
+        accelerator.prepare(Own(nn.Linear(6, 4)))
+    # One that only adds to the library's gets the same as without it.
+    monkeypatch.setattr(public, "convert_model", convert_model)
+    monkeypatch.setattr(public, "apply_fp8_autowrap", lambda *given: apply_fp8_autowrap(*given))
+    model = accelerator.prepare(nn.Sequential(nn.Linear(16, 16), ShiftedNorm(16)))
+    assert [type(layer) for layer in model] == [engine.Linear, ShiftedNorm]
+    model(torch.zeros(1, 16))
+    assert engine.entered[1:] == [(True, DelayedScaling(margin=2, amax_compute_algo="most_recent"))]
+
+
 def test_evaluation_computes_in_8_bits_only_if_asked(engine: Library) -> None:
     for asked in (False, True):
         model = fp8(TERecipeKwargs(use_autocast_during_eval=asked)).prepare(decoder()).eval()

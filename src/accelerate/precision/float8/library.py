@@ -32,12 +32,14 @@ class ConversionReport:
         converted: names of the layers that are or will be converted.
         skipped: the reason for each other layer, by name.
         filters_layers: the recipe of the library can say which layers are converted.
+        program_converts: a function of the program converts the layers that it chooses, if any.
     """
 
     library: str
     converted: tuple[str, ...]
     skipped: dict[str, str]
     filters_layers: bool = True
+    program_converts: bool = False
 
     @property
     def counts(self) -> str:
@@ -57,8 +59,8 @@ class ConversionReport:
         return f"{self.counts} compute in 8-bit floats by {self.library}{rest}"
 
     def check(self) -> None:
-        """Raise PrepareError when no layer is converted."""
-        if self.converted:
+        """Raise PrepareError when no layer is converted, unless the program chooses the layers."""
+        if self.converted or self.program_converts:
             return
         chosen = "that module_filter_func takes, " if self.filters_layers else ""
         raise PrepareError(
@@ -113,6 +115,11 @@ class Float8Library(ABC):
         """Return whether products are emulated, which is no faster."""
         return False
 
+    @property
+    def program_converts(self) -> bool:
+        """Return whether a function of the program converts the layers that it chooses."""
+        return False
+
     @abstractmethod
     def describe(self) -> str:
         """Return the library and its recipe, as text."""
@@ -158,7 +165,8 @@ class Float8Library(ABC):
                 skipped[name] = reason
             else:
                 converted.append(name)
-        return ConversionReport(self.describe(), tuple(converted), skipped, self.filters_layers)
+        facts = self.filters_layers, self.program_converts
+        return ConversionReport(self.describe(), tuple(converted), skipped, *facts)
 
     def layers(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
         """Yield the linear layers of a model by name, converted or not."""

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from accelerate.core.argument_checks import KwargsHandler, check_arguments
-from accelerate.core.errors import DeviceError, SettingError
+from accelerate.core.errors import DeviceError, PrepareError, SettingError
+from accelerate.core.lazy_names import get_override
 from accelerate.core.option_report import keep_requests
 from accelerate.core.setting import describe_fields, load_fields, load_settings
 from accelerate.precision.float8.library import Float8Library, explain_unfit
@@ -112,8 +113,15 @@ class TransformerEngine(Float8Library):
 
         return isinstance(module, te.Linear)
 
+    @property
+    def program_converts(self) -> bool:
+        """Return whether the program has replaced ``convert_model``."""
+        return get_override("accelerate.accelerator", "convert_model", convert_model) is not convert_model
+
     def skip_rule(self, model: nn.Module) -> Callable[[str, nn.Linear], str]:
-        """Return why the model itself is not converted."""
+        """Return why the model itself is not converted, or any layer where the program converts."""
+        if self.program_converts:
+            return lambda *_: "left to the convert_model of the program"
         return lambda name, _: "" if name else "the model itself cannot be replaced in place"
 
     def explain_unused(self, option: str) -> str:
@@ -130,11 +138,22 @@ class TransformerEngine(Float8Library):
 
     def convert_layers(self, model: nn.Module, names: frozenset[str]) -> None:
         """Replace the layers and the layer norms; parameters stay the same objects."""
+        # Some programs replace this public function, as their models have layers of the library already.
+        convert = get_override("accelerate.accelerator", "convert_model", convert_model)
+        with torch.no_grad():  # theirs may copy values
+            convert(model)
 
-        def chosen(name: str, module: nn.Module) -> bool:
-            return name in names or (type(module) is nn.LayerNorm and _has_counterpart(module))
-
-        _replace_layers(model, chosen)
+    def attach_context(self, model: nn.Module) -> None:
+        """Run every forward of ``model`` in ``forward_context``, or in what the program replaces it by."""
+        wrap = get_override("accelerate.accelerator", "apply_fp8_autowrap", apply_fp8_autowrap)
+        if wrap is apply_fp8_autowrap:
+            super().attach_context(model)
+        elif wrap(model, self.recipe) is not model:
+            raise PrepareError(
+                f"the program's apply_fp8_autowrap returns another object than the {type(model).__name__}",
+                why="models are prepared in place",
+                fix="change model.forward, or register hooks, and return the model",
+            )
 
     def forward_context(self, training: bool) -> AbstractContextManager[Any]:
         """Return TransformerEngine's autocast, off in evaluation unless the recipe says otherwise."""
@@ -248,13 +267,14 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | No
 
     require_library("TE", "apply_fp8_autowrap()")
     library = TransformerEngine(fp8_recipe_handler or TERecipeKwargs(), device.detect())
-    library.attach_context(model)
+    Float8Library.attach_context(library, model)  # the program's own function may call this one
     return model
 
 
 def _has_counterpart(norm: Any) -> bool:
-    """Return whether a layer norm has a weight and a bias of one dimension: the library has no others."""
-    return norm.weight is not None and norm.bias is not None and norm.weight.dim() == 1
+    """Return whether the other library has such a layer norm: one of torch is no subclass, and has a bias."""
+    is_plain = type(norm) is nn.LayerNorm or not isinstance(norm, nn.LayerNorm)
+    return is_plain and norm.weight is not None and norm.bias is not None and norm.weight.dim() == 1
 
 
 def _replace_layers(model: nn.Module, chosen: Callable[[str, nn.Module], bool]) -> None:
