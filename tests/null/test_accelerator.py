@@ -9,7 +9,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -904,13 +904,33 @@ class Unknown(KwargsHandler):
             {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(3)},
             "given twice",
         ),
-        ({"split_batches": True, "dataloader_config": DataLoaderConfiguration()}, "given twice"),
     ],
 )
 def test_wrong_arguments_are_said_in_the_users_words(arguments: dict[str, object], text: str) -> None:
     with pytest.raises(SettingError) as error:
         Accelerator(**arguments)  # type: ignore[arg-type]
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize("configured", [False, True])
+@pytest.mark.parametrize("argument", [None, False, True])
+def test_a_configuration_counts_before_the_argument_split_batches(
+    argument: bool | None, configured: bool
+) -> None:
+    """As in 1.15, where the trainers of imagen-pytorch pass both; there without a word."""
+    options: dict[str, Any] = {
+        "split_batches": argument,
+        "dataloader_config": DataLoaderConfiguration(split_batches=configured),
+    }
+    is_decided = argument in (None, configured)
+    text = f"split_batches={argument} .* was not applied: dataloader_config has split_batches={configured}"
+    accelerator = Accelerator(**options)
+    assert accelerator.split_batches is configured
+    with nullcontext() if is_decided else pytest.warns(UserWarning, match=text):
+        accelerator.prepare(nn.Linear(1, 1))
+    strict = Accelerator(strict=True, **options)
+    with nullcontext() if is_decided else pytest.raises(SettingError, match=text):
+        strict.prepare(nn.Linear(1, 1))
 
 
 def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ class Accelerator(ProcessMixin):
 
     Args:
         device_placement: move models and batches to the device.
-        split_batches: see ``DataLoaderConfiguration``.
+        split_batches: see ``DataLoaderConfiguration``; ``dataloader_config`` counts first.
         mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``; None takes the launcher's choice.
         gradient_accumulation_steps: micro-batches per optimizer step.
         cpu: compute on the CPU.
@@ -213,7 +213,7 @@ class Accelerator(ProcessMixin):
     def __init__(
         self,
         device_placement: bool = True,
-        split_batches: bool = _UNSET,
+        split_batches: bool | None = _UNSET,
         mixed_precision: str | None = None,
         gradient_accumulation_steps: PositiveInt = 1,
         cpu: bool = False,
@@ -247,13 +247,9 @@ class Accelerator(ProcessMixin):
             accumulation_plugin=gradient_accumulation_plugin,
             accumulation_steps=gradient_accumulation_steps,
         )
-        if split_batches is not _UNSET and split_batches is not None:
-            if dataloader_config is not None:
-                raise SettingError(
-                    "split_batches is given twice: as an argument and in dataloader_config",
-                    fix="keep the second",
-                )
-            dataloader_config = DataLoaderConfiguration(split_batches=bool(split_batches))
+        split = None if split_batches is _UNSET else split_batches
+        if dataloader_config is None and split is not None:
+            dataloader_config = DataLoaderConfiguration(split_batches=split)
         loading = dataloader_config or DataLoaderConfiguration()
         options = PrepareOptions(device_placement, step_scheduler_with_optimizer, rng_types, loading)
         project = self._project = project_config or ProjectConfiguration(project_dir=project_dir)
@@ -272,7 +268,7 @@ class Accelerator(ProcessMixin):
             strict,
             mixed_precision=mixed_precision,
             cpu=cpu,
-            split_batches=split_batches is not _UNSET,
+            split_batches=split,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
         )
         options.strict = self._trackers.strict = self._option_reporter.strict

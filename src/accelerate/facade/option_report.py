@@ -61,7 +61,7 @@ class OptionReporter:
         options: those of ``prepare``.
         tracker_set: the trackers of the run.
         strict: the argument of the ``Accelerator``.
-        constructor_options: arguments of its constructor, by name; None or False stand for not given.
+        constructor_options: arguments of its constructor, by name; None stands for not given.
 
     Attributes:
         strict: an option that cannot be applied is an error.
@@ -94,6 +94,11 @@ class OptionReporter:
         given = constructor_options.get
         self._run_options = list(self._find_requests(given("mixed_precision"), bool(given("cpu"))))
         self._run_options += report_overridden(runtime.accumulation)
+        split, decisive = given("split_batches"), options.dataloader.split_batches
+        if split not in (None, decisive):
+            option = RequestedOption("split_batches", split, "the argument split_batches")
+            why = f"dataloader_config has split_batches={decisive}, and counts first"
+            self._run_options.append(option.report_not_applied(why))
         self._loop_options = [
             *requested_options(runtime.accumulation),
             *non_default_options(given("gradient_accumulation_plugin")),
