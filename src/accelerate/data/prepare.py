@@ -69,6 +69,7 @@ class DataLoaderConfiguration:
         legacy_random_numbers: the random numbers of Accelerate 1.x. On several processes, a random sampler
             without a generator gets one, seeded by a draw in ``prepare``. On one process, workers and streams
             draw what they draw in plain torch; after a resume inside an epoch they then draw other numbers.
+            Persistent workers also serve ``skip_first_batches``: 1.x starts others for it, by one more draw.
     """
 
     split_batches: bool = False
