@@ -160,6 +160,7 @@ def damaged_copies(place: Place, root: Path) -> list[tuple[str, str, Place]]:
                 target.write_bytes(
                     {"truncated": data[: len(data) // 2], "longer": data + b"x"}.get(how, data)
                 )
+                shutil.copystat(run / file, target)  # a disk that damages a file does not change its time
             found.append((file.as_posix(), how, copy))
     return found
 

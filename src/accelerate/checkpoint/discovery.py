@@ -123,13 +123,13 @@ def inspect_folder(store: CheckpointStorage, name: str) -> CheckpointCandidate |
         )
     if manifest is not None:
         candidate = CheckpointCandidate(store, name, manifest)
-        sizes = store.files(candidate.folder)
+        sizes, folder = store.files(candidate.folder), store.local_path(candidate.folder)
         for file, record in manifest.files.items():
             if file not in sizes:
                 if file.startswith(f"{RNG_STATE_NAME}_"):
                     continue  # the training goes on without; each rank says so
                 return replace(candidate, problem=f"{file} is missing")
-            if sizes[file] != record.size:
+            if sizes[file] != record.size and not is_rewritten(folder, file, manifest):
                 problem = f"{file} has {sizes[file]} bytes, expected {record.size}"
                 return replace(candidate, problem=problem)
         return candidate
@@ -160,25 +160,35 @@ def _find_damage(store: CheckpointStorage, folder: str) -> str:
         path = store.local_path(f"{folder}/{name}")
         if path is None:
             return f"no {MANIFEST_NAME}, without which it is not known to be whole before it is fetched"
-        if not (path.is_file() or path.is_dir()):
-            problem = "is no file"
-        elif path.suffix == ".safetensors":
-            problem = _safetensors_damage(path)
-        elif path.is_file() and not zipfile.is_zipfile(path):
-            problem = "is not a whole torch file"
-        else:
-            problem = ""
-        if problem:
+        if problem := _file_damage(path):
             return f"no {MANIFEST_NAME}, and {name} {problem}"
     return ""
 
 
-def _safetensors_damage(path: Path) -> str:
-    try:
-        with safe_open(path, framework="numpy"):  # framework="pt" would import torch
-            return ""
-    except (SafetensorError, OSError) as error:
-        return f"is damaged ({error})"
+def _file_damage(path: Path) -> str:
+    if not (path.is_file() or path.is_dir()):
+        return "is no file"
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, framework="numpy"):  # framework="pt" would import torch
+                return ""
+        except (SafetensorError, OSError) as error:
+            return f"is damaged ({error})"
+    return "is not a whole torch file" if path.is_file() and not zipfile.is_zipfile(path) else ""
+
+
+def is_rewritten(folder: Path | None, file: str, manifest: Manifest) -> bool:
+    """Return True for weights or a schedule's state that a program has written anew, whole, after the save.
+
+    Such a file is newer than all that the save wrote. What a disk damages keeps its time, and a copy of a
+    folder gives the files theirs in another order. In a remote store (None, or no manifest) that is unknown.
+    """
+    rewritable = {each.file for kind in ("models", "schedulers") for each in manifest.parts.get(kind, ())}
+    if folder is None or file not in rewritable or not (folder / MANIFEST_NAME).is_file():
+        return False
+    path, saved = folder / file, {MANIFEST_NAME, *filter(is_checkpoint_name, manifest.files)} - rewritable
+    times = (each.stat().st_mtime_ns for name in saved if (each := folder / name).exists())
+    return path.is_file() and not _file_damage(path) and path.stat().st_mtime_ns > max(times)
 
 
 def candidates(store: CheckpointStorage, folder: str = "") -> list[CheckpointCandidate]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -76,6 +77,7 @@ def load(
     model_kwargs: Mapping[str, Any] | None = None,
     before: Callable[[Path, Manifest | None], None] | None = None,
     ranks: CheckpointRankGroup | None = None,
+    refuses_rewritten: bool = False,
 ) -> CheckpointLoadResult:
     """Load a checkpoint into ``contents`` on all ranks together.
 
@@ -93,6 +95,7 @@ def load(
         model_kwargs: more arguments of the models' ``load_state_dict``.
         before: called on every rank with the folder and its manifest, before ``contents.models`` is read.
         ranks: those that load together; the open world's by default.
+        refuses_rewritten: weights that a program wrote anew after the save are an error, as damage is.
 
     Raises:
         CheckpointError: on every rank, naming the rank and the file, and what was expected.
@@ -131,9 +134,9 @@ def load(
             path, manifest, ranks, strict, location, load_kwargs or {}, model_kwargs or {}
         )
         read_states.callback(reader.steps.clear)  # files are mapped until nothing refers to their states
-        with ranks.collective_section(action):
-            if fetched is not None:
-                verify_files(path, fetched, ranks)
+        with ranks.collective_section(action) as section:
+            section.value = [] if fetched is None else verify_files(path, fetched, ranks, refuses_rewritten)
+        reader.notes += sorted(set(chain(*section.values)))
         with ranks.collective_section(action):
             if before is not None:
                 before(path, manifest)
@@ -210,10 +213,13 @@ def _report_result(
     )
 
 
-def verify_files(folder: Path, manifest: Manifest, ranks: CheckpointRankGroup) -> None:
+def verify_files(
+    folder: Path, manifest: Manifest, ranks: CheckpointRankGroup, refuses_rewritten: bool = False
+) -> list[str]:
     """Compare size and digest of this rank's share of the files with the manifest.
 
     The ranks of one machine share the work: each machine reads a checkpoint once, whatever disk it is on.
+    Return a note on each file that a program wrote anew after the save, see ``discovery.is_rewritten``.
 
     Raises:
         CheckpointError: a file differs, or one other than random states is missing; names it and what was
@@ -228,15 +234,20 @@ def verify_files(folder: Path, manifest: Manifest, ranks: CheckpointRankGroup) -
     local_share = dict(by_size[ranks.local_rank :: ranks.local_size])
     shows_progress = getattr(sys.stderr, "isatty", bool)()
     size = sum(record.size for record in local_share.values())
+    notes: list[str] = []
     with ProgressBar("verifying the checkpoint", size) if shows_progress else nullcontext() as progress:
         on_read = None if progress is None else progress.advance
         for damage in find_damage(folder, local_share, manifest.hashing, on_read):
+            if not refuses_rewritten and discovery.is_rewritten(folder, damage.name, manifest):
+                notes.append(f"{damage.name} was written anew after save_state; loaded without verification")
+                continue
             kind = MissingFileError if damage.size is None else CheckpointError
             raise kind(
                 f"{folder / damage.name} is {damage.state}",
                 why=damage.why,
                 fix=layout.DAMAGE_FIX,
             )
+    return notes
 
 
 @contextmanager

@@ -245,6 +245,8 @@ class TrainingStateReader:
         if not path.is_file():
             self._report_missing(safe.name, label)
             return
+        if self.manifest is not None and path.name not in self.manifest.files:
+            self.notes.append(f"{path.name} was written after save_state; loaded without verification")
         if path is safe:
             with file_errors("read", safe):
                 state, aliases = state_dict_files.read_safetensors(safe)

@@ -60,7 +60,7 @@ class CheckpointManager:
         runtime: the strategy, precision and gradient accumulation of the run.
         prepared: what is saved and loaded.
         project: where checkpoints go.
-        strict: options of a save that nothing takes are an error, not a warning.
+        strict: options of a save that nothing takes, and rewritten weights, are an error, not a warning.
 
     Attributes:
         custom_objects: saved and loaded with the state.
@@ -370,6 +370,7 @@ class CheckpointManager:
             model_kwargs=options,
             before=run_load_hooks,
             ranks=CheckpointRankGroup.current(is_alone),
+            refuses_rewritten=self._strict,
         )
         self.gradients.step = loaded.step
         return loaded
