@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,6 +221,42 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankServer, window
     assert [row[2] for row in found] == [0.1 / 4, 0.1 / 4, 0.1 / 16, 0.1 / 64]
     assert [row[3] for row in found] == [True, False, True, True]
     assert [row[4] for row in found] == [256.0, 128.0, 128.0, 128.0]
+
+
+def train_after(how: str, folder: str) -> tuple[list[float], list[str]]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if how == "free_memory":
+            accelerator.free_memory()
+        elif how == "pop":
+            accelerator._models.pop()
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                inputs = torch.full((1, 2), 0.01 * (1 + accelerator.process_index))
+                accelerator.backward(model(inputs).sum())
+                accelerator.clip_grad_norm_(model.parameters(), 0.01)
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.save_state(folder)
+    return model.weight.flatten().tolist(), [str(w.message) for w in caught if "prepared" in str(w.message)]
+
+
+@pytest.mark.parametrize("how", ["free_memory", "pop"])
+def test_training_goes_on_with_what_is_forgotten(ranks: RankServer, tmp_path: Path, how: str) -> None:
+    """Programs free in the middle of a training, for an evaluation, and go on with what they hold."""
+    (kept, said), _ = ranks(2, train_after, "", str(tmp_path / "kept"))
+    assert not said
+    assert kept[0] < 0.999
+    (forgotten, said), (other, nothing) = ranks(2, train_after, how, str(tmp_path / how))
+    assert forgotten == other == kept
+    assert [text.partition("(")[0] for text in said] == ["save_state"] * (how == "free_memory")
+    assert not nothing
 
 
 def wrong(size: int) -> list[str]:

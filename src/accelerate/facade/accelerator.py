@@ -783,6 +783,7 @@ class Accelerator(ProcessMixin):
     def free_memory(self, *objects: Any) -> list[Any]:
         """Forget all prepared objects and free memory; return a None for each of ``objects``."""
         self._checkpoints.wait(release=True)
+        self._loop.note_forgotten()
         self._prepared.clear()
         self.gradient_state.reset()
         if (loss_scaling := self._runtime.precision.loss_scaling) is not None:
@@ -1229,6 +1230,8 @@ class Accelerator(ProcessMixin):
                 failed in the background: this one has not begun then.
             CheckpointPeerError: another process than the main one called it alone; a ``CheckpointError``.
         """
+        if self._loop.has_forgotten and not self._prepared.models:
+            self._loop.warn_of_forgotten("save_state")
         start, state_of = time.perf_counter(), self.get_state_dict
         checkpoint = self._checkpoints.save(
             output_dir,
@@ -1276,6 +1279,8 @@ class Accelerator(ProcessMixin):
         Raises:
             CheckpointError: on every process, naming the file and what was expected.
         """
+        if self._loop.has_forgotten and not self._prepared.models:
+            self._loop.warn_of_forgotten("load_state")
         return self._checkpoints.load(input_dir, load_kwargs, load_model_func_kwargs)
 
     def save_model(

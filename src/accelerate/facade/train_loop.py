@@ -43,8 +43,28 @@ class TrainLoop:
         self._warned: set[AcceleratedOptimizer] = set()
         self.accumulated_ids: tuple[int, ...] = ()  # of the models of the newest block of ``accumulate``
         self._has_warned_of_blocks = self._has_warned_unprepared = False
+        self.has_forgotten, self._forgotten = False, list[weakref.ref[AcceleratedOptimizer]]()
         if (scaling := self.precision.loss_scaling) is not None:
             scaling.optimizers, scaling.gradients = _optimizers_of(prepared), self.strategy.gradients
+
+    def note_forgotten(self) -> None:
+        """Record that all that is prepared will be forgotten: a program may train on with what it holds."""
+        self.has_forgotten |= bool(self.prepared.models or self.prepared.optimizers)
+        alive = [each for each in self._forgotten if each() is not None]
+        self._forgotten = [*alive, *map(weakref.ref, self.prepared.optimizers)]
+
+    def warn_of_forgotten(self, call: str) -> None:
+        """Warn on rank 0 of a checkpoint without models, which 1.x saves and loads without a word."""
+        if self.world.rank == 0:
+            warn_user(
+                f"{call}() with no prepared model since free_memory() or clear(): models and optimizers from "
+                "before are neither saved nor loaded. Prepare them again first"
+            )
+
+    def _trained_optimizers(self) -> list[AcceleratedOptimizer]:
+        """Return the prepared optimizers; without any, those of before that the program still holds."""
+        held = (optimizer for each in self._forgotten if (optimizer := each()) is not None)
+        return self.prepared.optimizers or list(held)
 
     def note_accumulated(self, models: Sequence[nn.Module], ids: tuple[int, ...]) -> None:
         """Record the models of a block; warn of two blocks of different models in one batch.
@@ -74,7 +94,7 @@ class TrainLoop:
             return prepared.models if model_list is None else [*map(prepared.find_model, model_list)]
 
         def trained_params() -> Iterable[torch.Tensor]:
-            groups = (group for optimizer in self.prepared.optimizers for group in optimizer.param_groups)
+            groups = (group for optimizer in self._trained_optimizers() for group in optimizer.param_groups)
             of_models = (p for model in trained_models() for p in model.parameters())
             return dict.fromkeys([*of_models, *(p for group in groups for p in group["params"])])
 
@@ -118,7 +138,7 @@ class TrainLoop:
     def _warn_unprepared(self) -> None:
         """Warn once, on rank 0, of a backward of several processes where nothing was prepared."""
         self._has_warned_unprepared = True
-        if self.world.size > 1 and self.world.rank == 0:
+        if self.world.size > 1 and self.world.rank == 0 and not self.has_forgotten:
             warn_user(
                 "accelerator.backward() with no prepared model: unless gradients are reduced in another way, "
                 f"each of {self.world.size} processes trains separately, on all of the data. Prepare all: "
@@ -213,7 +233,7 @@ class TrainLoop:
         """Unscale the gradients of one optimizer, several, or (None) all, where they are complete."""
         if not self.gradients.sync_gradients or self.strategy.owns_step:
             return
-        optimizers = self.prepared.optimizers if optimizer is None else optimizer
+        optimizers = self._trained_optimizers() if optimizer is None else optimizer
         for item in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
             self.precision.unscale(getattr(item, "optimizer", item))
 
@@ -262,7 +282,7 @@ class TrainLoop:
         # Ranks that all-reduce the overflow flag need the same answer, also where a shard has no gradient.
         is_sharded = self.strategy.flag_reduction() is not None
         clipped_ids = {id(p) for p in params if (p.requires_grad if is_sharded else p.grad is not None)}
-        for optimizer in self.prepared.optimizers:
+        for optimizer in self._trained_optimizers():
             if any(id(p) in clipped_ids for group in optimizer.param_groups for p in group["params"]):
                 self.precision.unscale(optimizer.optimizer)
 
@@ -274,7 +294,9 @@ class TrainLoop:
         stepped = (p for group in optimizer.optimizer.param_groups for p in group["params"])
         parameters = [*(p for p in stepped if p not in copies), *optimizer.host_copies]
         prepared = {p for model in self.prepared.models for p in model.parameters()}
+        is_foreign = prepared.isdisjoint(parameters)
         are_sharded = any(hasattr(p, "device_mesh") for p in parameters)  # by the program
+        late = parameters if self.monitor is None else self.monitor.late_parameters(parameters)
         # Of a sharded model this rank may have frozen parameters only, or empty shards of the others.
         trains_here = self.world.size == 1 or any(p.requires_grad and p.numel() for p in parameters)
         if trains_here and all(p.grad is None for p in parameters) and not self.precision.scales_loss:
@@ -284,13 +306,13 @@ class TrainLoop:
                 f"{places}, and changes nothing. Either no backward has run, or the optimizer was made for "
                 "other parameters than those of the prepared model: make it from that model's parameters()"
             )
-        elif self.world.size > 1 and prepared.isdisjoint(parameters) and not are_sharded:
+        elif self.world.size > 1 and is_foreign and late and not (are_sharded or self.has_forgotten):
             warn_user(
                 f"optimizer.step() of {len(parameters)} parameters that belong to no prepared model: unless "
                 f"their gradients are reduced in another way, each of {self.world.size} processes trains "
                 "them separately. Prepare both: model, optimizer = accelerator.prepare(model, optimizer)"
             )
-        elif self.monitor is not None and (late := self.monitor.late_parameters(parameters)):
+        elif self.monitor is not None and late:
             models = self.prepared.models  # one that was assigned to a wrapper is not in the model inside
             named: dict[torch.Tensor, str] = {
                 p: name
