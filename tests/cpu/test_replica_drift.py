@@ -152,6 +152,7 @@ def test_each_mistake_is_named_at_its_first_step_and_once(ranks: RankServer) -> 
     for name in "method", "submodule", "original", "beside", "twice":
         assert "gradients of body.weight, body.bias" in notes[name]
         assert "the backward at test_replica_drift.py:" in notes[name]
+        assert "drift apart, unless the loss is computed from the weights alone" in notes[name]
     assert "head" not in notes["submodule"]
     assert "extra.weight, extra.bias, whose gradients are not reduced" in notes["added"]
 

@@ -349,10 +349,10 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
         if around:
             warn_user(
                 f"optimizer.step() with gradients of {list_first(around)} that are not averaged over "
-                f"{self.world.size} processes, so their copies drift apart: the loss of the backward at "
-                f"{self._unreduced_backward} came from no forward of the prepared model since the last "
-                "backward. Call the prepared model itself, or a method of it that calls self(...), once for "
-                "each backward; not a submodule, nor the object that was given to prepare"
+                f"{self.world.size} processes, so their copies drift apart, unless the loss is computed from "
+                f"the weights alone: that of the backward at {self._unreduced_backward} came from no forward "
+                "of the prepared model since the last backward. Call the model, or a method of it that calls "
+                "self(...), once for each backward; not a submodule, nor the object that was given to prepare"
             )
 
     def late_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
