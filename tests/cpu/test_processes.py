@@ -21,7 +21,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from accelerate import Accelerator
 from accelerate.core.errors import CheckpointError, CollectiveError, PrepareError
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ProjectConfiguration,
+    gather_object,
+    wait_for_everyone,
+)
 from tests.support.ranks import RankServer, same_on_all
 
 # What the rank server imports once for this module.
@@ -88,8 +94,11 @@ def _in_order(path: str) -> tuple[str, bool]:
         if state.is_main_process:
             with open(path, "w") as file:
                 file.write("downloaded")
+        state.wait_for_everyone()  # these meet the entries and exits of the other rank
+        wait_for_everyone()
         with open(path) as file:
             text = file.read()
+    assert gather_object([state.process_index]) == [0, 1]
 
     decorator: Any = state.main_process_first()
 
@@ -128,6 +137,48 @@ def test_an_error_of_who_goes_first_is_told_to_the_others(ranks: RankServer, loc
     assert "rank 0 failed in a block that it ran first: FileNotFoundError: no such data set" in second[1]
     assert 'raise FileNotFoundError("no such data set")\nFileNotFoundError: no such data set' in second[1]
     assert second[2] == [0, 1]
+
+
+def _fails_after_barrier() -> tuple[bool, str, list[int]]:
+    """Two machines of two ranks; rank 0 fails between two barriers, in which the others are."""
+    node, local = divmod(int(os.environ["RANK"]), 2)
+    os.environ.update(LOCAL_RANK=str(local), LOCAL_WORLD_SIZE="2", GROUP_RANK=str(node))
+    state, entered, kind = PartialState(cpu=True), False, ""
+    try:
+        with state.local_main_process_first():
+            entered = True
+            state.wait_for_everyone()
+            if state.is_main_process:
+                raise FileNotFoundError("no such data set")
+            state.wait_for_everyone()
+    except (FileNotFoundError, CollectiveError) as error:
+        kind = type(error).__name__
+    return entered, kind, gather_object([state.process_index])
+
+
+def test_an_error_after_a_barrier_in_such_a_block_is_told_to_the_others(ranks: RankServer) -> None:
+    first, *others = ranks(4, _fails_after_barrier, timeout=20)
+    assert first == (True, "FileNotFoundError", [0, 1, 2, 3])
+    assert others == [(True, "PeerError", [0, 1, 2, 3])] * 3
+
+
+def _barrier_of_one_rank() -> str:
+    accelerator = Accelerator(cpu=True)
+    try:
+        with accelerator.main_process_first():
+            if accelerator.is_main_process:
+                accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
+def test_a_barrier_of_one_rank_in_such_a_block_is_an_error(ranks: RankServer) -> None:
+    text = same_on_all(ranks(2, _barrier_of_one_rank, timeout=20))
+    assert text.startswith("the ranks called different collectives")
+    assert "rank 0: main_process_first at" in text
+    assert "rank 1: wait_for_everyone at" in text
 
 
 def _fails_second() -> str:

@@ -42,7 +42,6 @@ from accelerate.facade.checkpoint_adapters import (
 from accelerate.facade.engine_checkpoint_import import engine_state_loaders
 from accelerate.facade.module_queries import extract_model_from_parallel
 from accelerate.facade.preparer import PreparedObjects
-from accelerate.facade.processes import FirstProcessBlock
 from accelerate.facade.runtime import Runtime
 from accelerate.strategy.base import EngineStrategy, WrapperNames
 from accelerate.world import collective, control_channel, watchdog
@@ -170,7 +169,7 @@ class CheckpointManager:
         strategy, prepared, options = self.strategy, self.prepared, dict(engine_options or {})
         is_sharded = strategy.saves_sharded if sharded is None else sharded
         may_be_solo = not is_sharded and strategy.replicates_model and self._may_be_solo
-        in_turn = FirstProcessBlock.open_count > 0
+        in_turn = collective.FirstProcessBlock.open_count > 0
         number = saves_alone("save_state", self._choose_number, in_turn) if may_be_solo else None
         if number is not None and not self.writes_exports:
             self.project.iteration = number
@@ -359,7 +358,7 @@ class CheckpointManager:
                 self._exclude_engine_objects(present, train_state, remaining)
 
         # A strategy that shards loads in collectives, in which all ranks must be.
-        is_alone = FirstProcessBlock.open_count > 0 and self.strategy.replicates_model
+        is_alone = collective.FirstProcessBlock.open_count > 0 and self.strategy.replicates_model
         loaded = load.load(
             train_state,
             input_dir,
@@ -448,7 +447,7 @@ class CheckpointManager:
         folder = Path(save_directory)
         # Before anything is written: the main process may be the only one that calls. To get the state of a
         # sharded model, all have called.
-        in_turn = FirstProcessBlock.open_count > 0
+        in_turn = collective.FirstProcessBlock.open_count > 0
         is_solo = self._may_be_solo and saves_alone("save_model", in_turn=in_turn) is not None
         ranks = CheckpointRankGroup() if is_solo else CheckpointRankGroup.current()
         with ranks.collective_section(f"export the weights to {folder}"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError, warn_user
 from accelerate.world import collective
-from accelerate.world.rank_failure_report import FailureReport
 from accelerate.world.world import World
 
 Function = Callable[..., Any]
@@ -90,7 +89,7 @@ class ProcessMixin:
         yield _split(inputs, apply_padding=apply_padding)
 
     def _first_block(self, is_main: bool) -> AbstractContextManager[None]:
-        return FirstProcessBlock(self.world.rank, is_main)
+        return collective.FirstProcessBlock(self.world.rank, is_main)
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Run the block on rank 0 first, then on the others.
@@ -153,40 +152,6 @@ def _run_if(condition: Callable[[], bool], function: Function | None) -> Functio
         return function(*args, **kwargs) if condition() else None
 
     return wrapper
-
-
-class FirstProcessBlock(ContextDecorator, AbstractContextManager[None]):
-    """The block that some ranks run before the others; its error is raised on the others too.
-
-    Attributes:
-        open_count: blocks that this process is in: what it calls there must wait for no other rank.
-    """
-
-    open_count: ClassVar[int] = 0
-
-    def __init__(self, rank: int, first: bool) -> None:
-        self.rank, self.first = rank, first
-
-    def __enter__(self) -> None:
-        if not self.first:
-            self._exchange_error()
-        FirstProcessBlock.open_count += 1
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        FirstProcessBlock.open_count -= 1
-        # The others have no block to fail in yet. An exit or Ctrl-C ends this process, and they see it go.
-        if self.first and (error is None or isinstance(error, Exception)):
-            self._exchange_error(error)
-
-    def _exchange_error(self, error: Exception | None = None) -> None:
-        """All-gather the errors of the ranks that ran first, and raise on the others."""
-        report = None
-        if error is not None:
-            what = f"rank {self.rank} failed in a block that it ran first"
-            report = FailureReport.from_exception(self.rank, error, what, why="the others wait for it")
-        for failed in collective.all_gather_object(report):
-            if failed is not None and error is None:
-                raise failed.error(self.rank)
 
 
 def _split(items: Any, *, apply_padding: bool = False) -> Any:

@@ -15,13 +15,14 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, ContextDecorator
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from accelerate.core import tree
-from accelerate.core.errors import CollectiveError, SettingError, warn_user
+from accelerate.core.errors import CollectiveError, PeerError, SettingError, warn_user
 from accelerate.world import control_channel
 from accelerate.world import world as worlds
 from accelerate.world.control_channel import GatheredControlMessages
@@ -32,7 +33,7 @@ from accelerate.world.local_tensor_trees import (
     recursively_apply,
 )
 from accelerate.world.packed_tree import PackedTree
-from accelerate.world.rank_failure_report import rank_table
+from accelerate.world.rank_failure_report import FailureReport, rank_table
 from accelerate.world.reduction import (
     check_order,
     finish_reduction,
@@ -76,9 +77,52 @@ def barrier() -> None:
         return
     if world.device.type != "cpu":
         world.hardware.synchronize()
+    if FirstProcessBlock.open_count:
+        _exchange_first_error(world.rank, "wait_for_everyone")
+        return
     channel = control_channel.channel()
     with channel.lock:
         channel.exchange("wait_for_everyone")
+
+
+class FirstProcessBlock(ContextDecorator, AbstractContextManager[None]):
+    """The block that some ranks run before the others; its error is raised on the others too.
+
+    As in 1.x, its entry, its exit and a barrier in it are one exchange: a barrier of the ranks that run it
+    first meets the entry of the others, whose barrier meets the exit.
+
+    Attributes:
+        open_count: blocks that this process is in: what it calls there, but barriers, must wait for no rank.
+    """
+
+    open_count: ClassVar[int] = 0
+
+    def __init__(self, rank: int, first: bool) -> None:
+        self.rank, self.first = rank, first
+
+    def __enter__(self) -> None:
+        if not self.first:
+            _exchange_first_error(self.rank)
+        FirstProcessBlock.open_count += 1
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        FirstProcessBlock.open_count -= 1
+        # The others have no block to fail in yet. An exit or Ctrl-C ends this process, and they see it go.
+        # An error of another rank is known to all.
+        is_told = error is None or (isinstance(error, Exception) and not isinstance(error, PeerError))
+        if self.first and is_told:
+            _exchange_first_error(self.rank, error=error)
+
+
+def _exchange_first_error(rank: int, label: str = "", error: Exception | None = None) -> None:
+    """All-gather the errors of the ranks that run a block first, and raise on the others."""
+    report = None
+    if error is not None:
+        what = f"rank {rank} failed in a block that it ran first"
+        report = FailureReport.from_exception(rank, error, what, why="the others wait for it")
+    for failed in all_gather_object(report, "main_process_first", label):
+        if failed is not None and error is None:
+            raise failed.error(rank)
 
 
 def gather(tensor: T) -> T:
