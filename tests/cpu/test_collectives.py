@@ -27,6 +27,93 @@ class Output:
     logits: torch.Tensor
 
 
+FIRST_CALLS: dict[str, Any] = {
+    "gather": lambda utils, rank: utils.gather(torch.tensor([rank])).tolist(),
+    "gather_object": lambda utils, rank: utils.gather_object([rank]),
+    "reduce": lambda utils, rank: utils.reduce(torch.tensor(float(rank)), "sum").item(),
+    "broadcast": lambda utils, rank: utils.broadcast(torch.tensor(rank), 1).item(),
+    "broadcast_object_list": lambda utils, rank: utils.broadcast_object_list([rank], 1),
+    "pad": lambda utils, rank: utils.pad_across_processes(torch.ones(rank + 1)).tolist(),
+    "copy": lambda utils, rank: utils.operations.copy_tensor_to_devices(
+        torch.ones(1) if rank else None
+    ).tolist(),
+    "shapes": lambda utils, rank: utils.operations.gather_tensor_shape(torch.ones(rank)),
+    "wait": lambda utils, rank: utils.wait_for_everyone(),
+}
+
+
+def first_calls(path: str) -> dict[str, Any]:
+    """Make each call before there is a state or an ``Accelerator``, also in a group of the program's own."""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader
+
+    from accelerate import PartialState, utils
+    from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
+
+    rank, results = int(os.environ["RANK"]), dict[str, Any]()
+    loader: Any = DataLoader(torch.arange(4))  # pyright: ignore[reportArgumentType]
+    calls = FIRST_CALLS | {
+        "loader": lambda _, __: [b.tolist() for b in prepare_data_loader(loader)],
+        "dispatcher": lambda _, __: [b.tolist() for b in DataLoaderDispatcher(range(4))],
+    }
+    for name, call in calls.items():
+        results[name] = call(utils, rank)
+        assert PartialState._shared_state["num_processes"] == 2, name
+        PartialState._reset_state()  # the next call finds the group, but no state
+    PartialState().destroy_process_group()
+    PartialState._reset_state()
+    for variable in "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE":
+        del os.environ[variable]
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    results["own group"] = utils.gather_object([rank])
+    return results
+
+
+def test_a_collective_that_is_the_first_call_joins_the_ranks(ranks: RankServer, tmp_path: Path) -> None:
+    first, second = ranks(2, first_calls, str(tmp_path / "store"))
+    assert (first.pop("pad"), second.pop("pad")) == ([1.0, 0.0], [1.0, 1.0])
+    assert (first.pop("loader"), second.pop("loader")) == ([[0], [2]], [[1], [3]])
+    assert (first.pop("dispatcher"), second.pop("dispatcher")) == ([[0], [2]], [[1], [3]])
+    assert first == second
+    assert first == {
+        "gather": [0, 1],
+        "gather_object": [0, 1],
+        "reduce": 1.0,
+        "broadcast": 1,
+        "broadcast_object_list": [1],
+        "copy": [1.0],
+        "shapes": [(0,), (1,)],
+        "wait": None,
+        "own group": [0, 1],
+    }
+
+
+class CallingDataset(torch.utils.data.Dataset[Any]):
+    """A dataset whose items come from a collective."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        from accelerate.utils import gather_object
+
+        return gather_object([index])
+
+
+def test_no_group_is_opened_alone_or_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import PartialState
+    from accelerate.utils import gather_object
+
+    assert gather_object([3]) == [3]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of a rank that has not opened its group yet
+    loader = torch.utils.data.DataLoader(
+        CallingDataset(), batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=20
+    )
+    assert list(loader) == [[0]]
+    assert PartialState._shared_state == {}
+
+
 def gathered() -> dict[str, object]:
     from accelerate import Accelerator
 

@@ -417,7 +417,9 @@ def partition_before_the_accelerator() -> int:
     import deepspeed
 
     from accelerate import PartialState
+    from accelerate.utils import gather_object
 
+    gather_object([])  # opens the group; the state that is made later has strategies join it nevertheless
     PartialState()
     sizes = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
     with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3}, **sizes}):

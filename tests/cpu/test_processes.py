@@ -26,7 +26,6 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     ProjectConfiguration,
     gather_object,
-    wait_for_everyone,
 )
 from tests.support.ranks import RankServer, same_on_all
 
@@ -95,7 +94,7 @@ def _in_order(path: str) -> tuple[str, bool]:
             with open(path, "w") as file:
                 file.write("downloaded")
         state.wait_for_everyone()  # these meet the entries and exits of the other rank
-        wait_for_everyone()
+        state.wait_for_everyone()
         with open(path) as file:
             text = file.read()
     assert gather_object([state.process_index]) == [0, 1]

@@ -82,7 +82,7 @@ class DataLoaderDispatcher(DataLoaderShard):
             iteration=iteration,
             **kwargs,
         )
-        world = collective.world_size(), collective.rank()
+        world = collective.world_size(join=True), collective.rank()
         self.base_dataloader = with_rank_batches(self.base_dataloader, *world, split_batches, True, slice_fn)
         self._initialize_dispatch(*world, split_batches, True, slice_fn)
 

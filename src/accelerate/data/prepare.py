@@ -125,7 +125,7 @@ def prepare_data_loader(
     """
     if not isinstance(dataloader, DataLoader):
         raise PrepareError(f"a {type(dataloader).__name__} is not a torch.utils.data.DataLoader")
-    world = collective.world_size(), collective.rank()
+    world = collective.world_size(join=True), collective.rank()
     data_shard = world if torch_device_mesh is None else mesh_data_shard(torch_device_mesh)
     is_world = (num_processes, process_index) == world  # no choice beside a mesh
     count = data_shard[0] if is_world or num_processes is None else num_processes

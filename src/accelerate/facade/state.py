@@ -157,6 +157,7 @@ class PartialState(ProcessMixin):
 
     _shared_state = _PartialStateDictDescriptor()
     _unpickled_world: World | None = None  # that of the process which pickled this instance
+    _joined_world: ClassVar[World | None] = None  # the one that strategies were told of
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         before, must_open = worlds.current(), kwargs.pop("_must_open", False)
@@ -166,7 +167,8 @@ class PartialState(ProcessMixin):
         if getattr(self._prepare_backend, "__func__", None) is not _PREPARE_BACKEND:  # a program's
             kwargs["backend"], _ = self._prepare_backend(cpu, False, kwargs.get("backend"))
         world = worlds.open(cpu=cpu or None, **kwargs)
-        if world is not before and world.size > 1:
+        if world is not PartialState._joined_world and world.size > 1:
+            PartialState._joined_world = world
             # Libraries make this state, then the model, and the Accelerator last. A strategy that partitions
             # models while they are loaded must know the ranks by now.
             for name in SETTINGS.names():

@@ -49,10 +49,27 @@ T = TypeVar("T")
 DistributedOperationException = CollectiveError
 
 
-def world_size() -> int:
-    """Return the world size; 1 when no world is open."""
-    world = worlds.current()
+def world_size(join: bool = False) -> int:
+    """Return the world size; 1 when no world is open.
+
+    Args:
+        join: open the world of a rank that has none yet, as ``PartialState()`` does: else each rank of a
+            launcher would silently get its own values back.
+    """
+    world = worlds.current() or (_join_ranks() if join else None)
     return 1 if world is None else world.size
+
+
+def _join_ranks() -> worlds.World | None:
+    """Open the world if a launcher or the program has started several ranks, and this process is one.
+
+    A worker of a loader has the variables of its rank.
+    """
+    if torch.utils.data.get_worker_info() is not None:
+        return None
+    has_group = dist.is_available() and dist.is_initialized()
+    size = dist.get_world_size() if has_group else worlds.get_rank_info()[2]
+    return worlds.open() if size > 1 else None
 
 
 def rank() -> int:
@@ -69,7 +86,7 @@ def barrier() -> None:
     Raises:
         CollectiveError: a rank failed, ended, called another collective, or the timeout passed.
     """
-    world = worlds.current()
+    world = worlds.current() or _join_ranks()
     if world is None or world.size == 1:
         return
     if world.is_closed:
@@ -109,8 +126,11 @@ class FirstProcessBlock(ContextDecorator, AbstractContextManager[None]):
         FirstProcessBlock.open_count -= 1
         # The others have no block to fail in yet. An exit or Ctrl-C ends this process, and they see it go.
         # An error of another rank is known to all.
-        is_told = error is None or (isinstance(error, Exception) and not isinstance(error, PeerError))
-        if self.first and is_told:
+        if (
+            self.first
+            and not isinstance(error, PeerError)
+            and (error is None or isinstance(error, Exception))
+        ):
             _exchange_first_error(self.rank, error=error)
 
 
@@ -136,7 +156,7 @@ def gather(tensor: T) -> T:
         CollectiveError: structure, dtype, number of dimensions or a later dimension differ between ranks.
         PrepareError: a leaf is not a tensor, on several ranks; alone it is returned as it is.
     """
-    if world_size() == 1:
+    if world_size(join=True) == 1:
         return recursively_apply(_at_least_1d, tensor)
     packed = PackedTree.pack("gather", tensor)
     with packed.channel.lock:
@@ -199,7 +219,7 @@ def _as_transfer_dtype(tensor: torch.Tensor) -> torch.Tensor:
 
 def gather_tensor_shape(tensor: torch.Tensor) -> list[tuple[int, ...]]:
     """Return the shapes of ``tensor`` on all ranks, in rank order."""
-    if world_size() == 1:
+    if world_size(join=True) == 1:
         return [tuple(tensor.shape)]
     packed = PackedTree.pack("gather_tensor_shape", tensor)
     with packed.channel.lock:
@@ -239,7 +259,7 @@ def gather_object(object: Any) -> Any:
     Args:
         object: a list of picklable items (any iterable).
     """
-    if world_size() == 1:
+    if world_size(join=True) == 1:
         return object
     return [item for part in all_gather_object(object, "gather_object") for item in part]
 
@@ -283,7 +303,7 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
         PrepareError: a leaf is not a tensor, on several ranks.
         SettingError: there is no such rank.
     """
-    if world_size() == 1:
+    if world_size(join=True) == 1:
         return tensor
     _check_source(from_process)
     packed = PackedTree.pack("broadcast", tensor)
@@ -332,7 +352,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
         CollectiveError: it is a tuple.
         SettingError: there is no such rank.
     """
-    if world_size() > 1:
+    if world_size(join=True) > 1:
         if isinstance(object_list, tuple):
             raise CollectiveError(
                 "broadcast_object_list of a tuple",
@@ -371,6 +391,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
         CollectiveError: no rank has one, or several have; on all ranks.
     """
     local_info = None if tensor is None else TensorInformation(tensor.shape, tensor.dtype)
+    world_size(join=True)  # the objects are exchanged in an open world only
     infos = all_gather_object(local_info)
     owners = [rank for rank, information in enumerate(infos) if information is not None]
     if len(owners) != 1:
@@ -418,7 +439,7 @@ def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
         return recursively_apply(
             lambda leaf: scale_tensor(leaf.clone(), scale), tensor, error_on_other_type=True
         )
-    if world_size() == 1:
+    if world_size(join=True) == 1:
 
         def reduce_alone(leaf: torch.Tensor) -> torch.Tensor:
             check_order(leaf, reduction)
@@ -451,7 +472,7 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: float = 0, pad_firs
     Raises:
         CollectiveError: structure or numbers of dimensions differ between ranks.
     """
-    if world_size() == 1:
+    if world_size(join=True) == 1:
         return recursively_apply(_note_nested, tensor, error_on_other_type=True)
     packed = PackedTree.pack("pad_across_processes", tensor)
     with packed.channel.lock:
