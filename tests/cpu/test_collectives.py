@@ -88,6 +88,45 @@ def test_a_collective_that_is_the_first_call_joins_the_ranks(ranks: RankServer, 
     }
 
 
+def reduced_dtypes() -> list[Any]:
+    """Reduce scalars that are floats on rank 0 and integers on rank 1, alone and beside a large tensor."""
+    import warnings
+
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    score, integer = torch.tensor(2.5, requires_grad=True), torch.tensor(1)
+    scalar = integer if rank else score
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        total = accelerator.reduce(scalar)
+        tree = accelerator.reduce({"large": torch.ones(100_000), "score": scalar}, "mean")
+        greatest = accelerator.reduce(torch.tensor(True) if rank else torch.tensor(-3), "max")
+    for strict, pair in (True, (score, integer)), (False, (torch.ones(2), torch.ones(2).long())):
+        with pytest.raises(CollectiveError, match=r"rank 1: torch\.int64"):
+            Accelerator(cpu=True, strict=strict).reduce(pair[rank])
+    numbers = [total.item(), tree["score"].item(), tree["large"].sum().item(), greatest.item()]
+    return [
+        numbers,
+        str(total.dtype),
+        str(greatest.dtype),
+        total.requires_grad,
+        [str(w.message) for w in caught],
+    ]
+
+
+def test_scalars_of_other_dtypes_are_promoted(ranks: RankServer) -> None:
+    first, second = ranks(2, reduced_dtypes)
+    assert first[:3] == second[:3] == [[3.5, 1.75, 100_000.0, 1], "torch.float32", "torch.int64"]
+    assert (first[3], second[3]) == (True, False)
+    assert first[4][0] == (
+        "the ranks give other dtypes to reduce(sum), which returns torch.float32: "
+        "torch.float32 on rank 0, torch.int64 on rank 1"
+    )
+    assert (len(first[4]), second[4]) == (3, [])
+
+
 class CallingDataset(torch.utils.data.Dataset[Any]):
     """A dataset whose items come from a collective."""
 

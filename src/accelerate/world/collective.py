@@ -409,7 +409,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     return broadcast(tensor, from_process=owners[0])
 
 
-def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
+def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0, *, strict: bool = False) -> T:
     """All-reduce tensors: combine them element by element over ranks, times ``scale``, to new tensors.
 
     Integers and bools are combined in int64, floats narrower than float32 in float32, so that nothing
@@ -422,6 +422,8 @@ def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
         reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"`` (only scaled). NaN on a rank
             gives NaN in all of them.
         scale: factor on the result.
+        strict: on the CPU, refuse scalars whose dtypes differ between ranks. Else they are promoted, with a
+            warning: evaluations give a float on rank 0 and the integer 0 on the others.
 
     Raises:
         SettingError: another reduction.
@@ -433,7 +435,7 @@ def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
             f"reduction {reduction!r} is unknown", fix="use 'sum', 'mean', 'max', 'min' or 'none'"
         )
     if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
-        total = reduce(tensor.to_dense(), reduction, scale)
+        total = reduce(tensor.to_dense(), reduction, scale, strict=strict)
         return total.to_sparse()  # pyright: ignore[reportReturnType]
     if reduction == "none":
         return recursively_apply(
@@ -452,7 +454,8 @@ def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
         messages = None
         if not packed.agree_on_device():
             messages = packed.exchange(merge=functools.partial(merge_values, packed, reduction))
-            packed.check_agreement(messages)
+            if messages.same or strict or not packed.promote_scalars(messages):
+                packed.check_agreement(messages)
         totals = reduce_leaves(packed, messages, reduction)
     leaves = zip(totals, packed.sources, strict=True)
     return packed.rebuild(

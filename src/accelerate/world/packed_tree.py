@@ -5,19 +5,19 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import pickle
 import struct
 import zlib
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from accelerate.core import tree
-from accelerate.core.errors import CollectiveError, PrepareError
+from accelerate.core.errors import CollectiveError, PrepareError, warn_user
 from accelerate.world import control_channel
 from accelerate.world import world as worlds
 from accelerate.world.call_site import find_call_site
@@ -36,7 +36,7 @@ _DTYPES: tuple[torch.dtype, ...] = tuple(
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def _digest(text: str) -> int:
     """Return a checksum of a text, the same in every process."""
     return zlib.crc32(text.encode())
@@ -255,6 +255,30 @@ class PackedTree:
             facts = {(each.dtype, each.on_host, len(each.shape), each.shape[first:]) for each in descriptions}
             if len(facts) > 1:
                 raise self.tensor_mismatch(index, descriptions, fix)
+
+    def promote_scalars(self, messages: GatheredControlMessages) -> bool:
+        """Convert host scalars that differ between ranks in dtype alone to a dtype that all promote to.
+
+        Returns:
+            False, with nothing converted, where the ranks differ in another tensor, or no dtype is for all.
+        """
+        by_leaf = self.descriptions_by_leaf(messages)
+        for descriptions in by_leaf:
+            if len(set(descriptions)) > 1 and any(each.shape or not each.on_host for each in descriptions):
+                return False
+        try:
+            dtypes = [functools.reduce(torch.promote_types, [d.dtype for d in each]) for each in by_leaf]
+        except RuntimeError:  # torch promotes no 8-bit floats
+            return False
+        self.leaves = [leaf.to(dtype) for leaf, dtype in zip(self.leaves, dtypes, strict=True)]
+        self.sources = [leaf.to(dtype) for leaf, dtype in zip(self.sources, dtypes, strict=True)]
+        index, rows = next((i, each) for i, each in enumerate(by_leaf) if len(set(each)) > 1)
+        if self.channel.rank == 0:
+            table = ", ".join(f"{each.dtype} on rank {rank}" for rank, each in enumerate(rows))
+            warn_user(
+                f"the ranks give other dtypes to {self.operation}, which returns {dtypes[index]}: {table}"
+            )
+        return True
 
     def tensor_mismatch(
         self, index: int, descriptions: tuple[TensorDescription, ...], fix: str

@@ -107,6 +107,12 @@ def reduce_leaves(
         check_order(leaf, reduction)
     if messages is None or not messages.inline:
         return [_reduce_large(packed.channel, leaf, reduction) for leaf in packed.leaves]
+    if not messages.same:  # scalars of other dtypes, whose leaves are promoted
+        by_rank = [packed.rank_values(messages, rank) for rank in range(packed.channel.size)]
+        return [
+            reduce_stacked(torch.stack([value.to(leaf.dtype) for value in values]), reduction)
+            for leaf, *values in zip(packed.leaves, *by_rank, strict=True)
+        ]
     if not messages.is_merged:
         return [reduce_stacked(values, reduction) for values in packed.stacked_values(messages)]
     totals, start = list[torch.Tensor](), 0
