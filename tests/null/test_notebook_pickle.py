@@ -100,7 +100,8 @@ def test_a_tensor_with_a_graph_is_refused(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"args": 3}, r"args=\(3,\)"),
-        ({"num_processes": 0}, "num_processes is 0"),
+        ({"num_processes": -1}, "num_processes is -1"),
+        ({"num_processes": False}, "num_processes is False"),
         ({"num_processes": "2"}, "num_processes is the text '2'"),
         ({"max_restarts": -1}, "max_restarts is -1"),
         ({"num_nodes": 2, "node_rank": 2}, "node_rank is 2, but num_nodes is 2"),
@@ -111,6 +112,12 @@ def test_a_tensor_with_a_graph_is_refused(tmp_path: Path) -> None:
 def test_a_wrong_argument_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         notebook_launcher(print, **options)
+
+
+def test_no_gpu_is_one_process_in_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs pass ``torch.cuda.device_count()``."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert notebook_launcher(os.getpid, num_processes=0) == [os.getpid()]
 
 
 def test_an_unknown_precision_is_refused_before_anything_starts() -> None:

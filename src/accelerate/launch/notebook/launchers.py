@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import accelerate.device as devices
 from accelerate.core import environ
@@ -51,8 +51,8 @@ def notebook_launcher(
     Args:
         function: the training; it creates its own ``Accelerator``.
         args: its arguments.
-        num_processes: on this machine; None: one per device, one on a CPU. In Colab with fewer than two
-            accelerators it is one.
+        num_processes: on this machine; None: one per device, one on a CPU; 0, as programs count the GPUs of a
+            machine without one: one. In Colab with fewer than two accelerators it is one.
         mixed_precision: for every ``Accelerator`` that says none itself; ``"no"`` leaves that as it is.
         use_port: where rank 0 listens; on one machine another one is taken if it is in use.
         master_addr: the machine of rank 0.
@@ -81,7 +81,7 @@ def notebook_launcher(
     """
     call = check_call(function, args)
     check_numbers(
-        num_processes=(num_processes, LocalCount | None),
+        num_processes=(num_processes, LocalCount | Literal[0] | None),
         num_nodes=(num_nodes, Count),
         node_rank=(node_rank, Index),
         max_restarts=(max_restarts, Index),
@@ -327,7 +327,7 @@ def _count_processes(wanted: int | None, device: Device, count: int) -> int:
             why="each process needs a device of its own",
             fix=f"num_processes={count}; or set ACCELERATE_USE_CPU=true to train on the CPU",
         )
-    return wanted
+    return wanted or 1
 
 
 def _print_launch(processes: int, device: Device, *, here: bool) -> None:
