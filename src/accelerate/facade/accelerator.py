@@ -1115,7 +1115,7 @@ class Accelerator(ProcessMixin):
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """All-reduce tensors: element-wise ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``, times ``scale``."""
-        return collective.reduce(tensor, reduction, scale, strict=self._option_reporter.strict)
+        return collective.all_reduce(tensor, reduction, scale, strict=self._option_reporter.strict)
 
     def pad_across_processes(
         self, tensor: T, dim: int = 0, pad_index: float = 0, pad_first: bool = False

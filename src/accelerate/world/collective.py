@@ -409,7 +409,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     return broadcast(tensor, from_process=owners[0])
 
 
-def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0, *, strict: bool = False) -> T:
+def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
     """All-reduce tensors: combine them element by element over ranks, times ``scale``, to new tensors.
 
     Integers and bools are combined in int64, floats narrower than float32 in float32, so that nothing
@@ -422,20 +422,31 @@ def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0, *, strict: bo
         reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"`` (only scaled). NaN on a rank
             gives NaN in all of them.
         scale: factor on the result.
-        strict: on the CPU, refuse scalars whose dtypes differ between ranks. Else they are promoted, with a
-            warning: evaluations give a float on rank 0 and the integer 0 on the others.
 
     Raises:
         SettingError: another reduction.
         CollectiveError: reduction, structure, dtypes or shapes differ between ranks.
         PrepareError: a leaf is not a tensor, or is complex where a maximum or minimum is asked for.
     """
+    return all_reduce(tensor, reduction, scale)
+
+
+def all_reduce(tensor: T, reduction: str, scale: float, *, strict: bool = False) -> T:
+    """Run ``reduce``, with an option that its signature in Accelerate 1.x does not have.
+
+    Args:
+        tensor: see ``reduce``, as for the next two.
+        reduction: the operation.
+        scale: factor on the result.
+        strict: on the CPU, refuse scalars whose dtypes differ between ranks. Else they are promoted, with a
+            warning: evaluations give a float on rank 0 and the integer 0 on the others.
+    """
     if reduction not in ("sum", "mean", "max", "min", "none"):
         raise SettingError(
             f"reduction {reduction!r} is unknown", fix="use 'sum', 'mean', 'max', 'min' or 'none'"
         )
     if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
-        total = reduce(tensor.to_dense(), reduction, scale, strict=strict)
+        total = all_reduce(tensor.to_dense(), reduction, scale, strict=strict)
         return total.to_sparse()  # pyright: ignore[reportReturnType]
     if reduction == "none":
         return recursively_apply(
