@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -786,6 +787,47 @@ def test_models_are_refused_when_they_compute_parts(ranks: RankServer) -> None:
             "mixing": ("nothing", "1 (Conv1d) cannot compute a part of a sequence"),
         }
         assert (parts, is_right) == ([[[0, 1, 2, 3], [4, 5, 6, 7]][place]], True)
+
+
+def flash_losses() -> tuple[list[float], str, str]:
+    """Losses of two documents in a row, with and without flash attention in the configuration."""
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="flash_attention_2")
+    accelerator: Any = Accelerator(
+        cpu=True, parallelism_config=ParallelismConfig(sp_size=2, sp_handler=handler)
+    )
+    tokens = torch.arange(16).remainder(5)[None]
+    batch = {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(16).remainder(8)[None]}
+    losses, notes = [], []
+    for name, cached in (
+        ("sdpa", False),
+        ("flash_attention_2", True),
+        ("kernels-community/flash-attn2", True),
+    ):
+        model = llama(use_cache=cached)
+        model.config._attn_implementation = name
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = accelerator.prepare(model)
+        notes.append(sum("(sdpa)" in str(each.message) for each in caught))
+        losses.append(model(**accelerator.strategy.dimensions[-1].slice_batch(batch)).loss.item())
+    lengths = {"cu_seq_lens_q": torch.tensor([0, 8, 16]), "position_ids": torch.arange(16)[None]}
+    part = accelerator.strategy.dimensions[-1].slice_batch({**batch, **lengths})
+    capped = llama()
+    capped.config._attn_implementation, capped.config.attn_logit_softcapping = "flash_attention_2", 50.0
+    refusals = (said(lambda: model(**part)), said(lambda: accelerator.prepare(capped)))
+    return [*losses, *notes], *refusals
+
+
+def test_ulysses_computes_flash_attention_by_torchs_function(ranks: RankServer) -> None:
+    """Pages about Ulysses ask for it; documents stay apart, also with a cache."""
+    for (sdpa, flash, hub, *notes), lengths, capped in ranks(2, flash_losses):
+        assert sdpa == pytest.approx(flash) == pytest.approx(hub)
+        assert notes == [0, 1, 1]
+        assert lengths == "cu_seq_lens_q names several documents, and position_ids one"
+        assert capped == "attn_implementation='flash_attention_2' does not go with sequence parallelism"
 
 
 # --- keys around a ring

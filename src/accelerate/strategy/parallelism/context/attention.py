@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -343,10 +344,50 @@ def _may_attend(module: nn.Module) -> bool:
     return attends or not kind.__module__.startswith("torch.nn.modules.")
 
 
-def check_model(model: nn.Module, what: str, mesh: Any) -> bool:
+def is_flash(implementation: Any) -> bool:
+    """Return whether a name of transformers is one of flash attention, also of a kernel from the hub."""
+    name = str(implementation)
+    return name in ("flash_attention_2", "flash_attention_3") or "flash-attn" in name
+
+
+def replace_flash_attention(model: nn.Module, what: str) -> bool:
+    """Let the models of transformers inside ``model`` compute flash attention by torch's function.
+
+    Returns:
+        Whether there are any.
+
+    Raises:
+        PrepareError: it would give other numbers, or the library cannot.
+    """
+    is_replaced = False
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        implementation = getattr(config, "_attn_implementation", None)
+        if not is_flash(implementation):
+            continue
+        # torch's function caps no scores: the library would leave that out without a word.
+        set_implementation: Any = getattr(module, "set_attn_implementation", None)
+        if set_implementation is not None and getattr(config, "attn_logit_softcapping", None) is None:
+            set_implementation("sdpa")
+        _check_config(config, what)
+        is_replaced = True
+        warnings.warn(
+            f"{what} computes attn_implementation={implementation!r} by torch's scaled_dot_product_attention "
+            "(sdpa), which gives the same numbers but for rounding",
+            stacklevel=2,
+        )
+    return is_replaced
+
+
+def check_model(model: nn.Module, what: str, mesh: Any, *, accepts_flash: bool = False) -> bool:
     """Refuse models that mix tokens by more than attention, or by attention that cannot be intercepted.
 
-    A module that keeps ``mesh`` or its group as an attribute exchanges tokens itself, with all that it has.
+    Args:
+        model: the model.
+        what: the kind of parallelism, for messages.
+        mesh: that of the processes that share sequences. A module that keeps it or its group as an attribute
+            exchanges tokens itself, with all that it has.
+        accepts_flash: ``replace_flash_attention`` follows.
 
     Returns:
         Whether there is such a module.
@@ -376,7 +417,7 @@ def check_model(model: nn.Module, what: str, mesh: Any) -> bool:
             )
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     for config in configs.values():
-        _check_config(config, what, bool(exchanging))
+        _check_config(config, what, bool(exchanging), accepts_flash)
     return bool(exchanging)
 
 
@@ -387,9 +428,9 @@ def _group_ranks(value: Any) -> list[int] | None:
     return dist.get_process_group_ranks(value) if isinstance(value, dist.ProcessGroup) else None
 
 
-def _check_config(config: Any, what: str, has_own_layers: bool) -> None:
+def _check_config(config: Any, what: str, has_own_layers: bool = False, accepts_flash: bool = False) -> None:
     implementation = getattr(config, "_attn_implementation", None)
-    if implementation not in (None, "sdpa"):
+    if implementation not in (None, "sdpa") and not (accepts_flash and is_flash(implementation)):
         raise PrepareError(
             f"attn_implementation={implementation!r} does not go with {what}",
             why="torch's scaled_dot_product_attention can be exchanged between processes, and nothing else",

@@ -36,6 +36,7 @@ from accelerate.strategy.parallelism.context.attention import (
     nodes_of_own_loss,
     predicts_next_token,
     register_mask_function,
+    replace_flash_attention,
     uses_library_masks,
 )
 from accelerate.strategy.parallelism.context.output_comparison import (
@@ -61,11 +62,13 @@ class SequenceParallelMeshDimension(MeshDimension):
     Attributes:
         title: its name in messages.
         balanced: whether shards are balanced for causal attention.
+        replaces_flash: whether models with flash attention are taken, and compute it by torch's function.
         is_left: the program shards the sequences, and this dimension only has its place in the mesh.
     """
 
     title: ClassVar[str]
     balanced: bool
+    replaces_flash: ClassVar[bool] = False
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
@@ -78,6 +81,8 @@ class SequenceParallelMeshDimension(MeshDimension):
         self.sharder = SequenceSharder(self.size, self.rank, self.balanced, dims)
         # The models, and their original class names: FSDP2 gives them others.
         self._models: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        # Those whose flash attention was replaced: it tells documents apart with a KV cache too.
+        self._flash_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._sharded_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         # Whether stages of a pipelined model have attention; True where layers exchange tokens themselves.
         self._has_attention: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -139,7 +144,7 @@ class SequenceParallelMeshDimension(MeshDimension):
 
     def _check_layers(self, model: nn.Module) -> None:
         try:
-            if check_model(model, self.title, self.mesh[self.name]):
+            if check_model(model, self.title, self.mesh[self.name], accepts_flash=self.replaces_flash):
                 self._has_attention[model] = True
         except PrepareError as error:
             # Where loaders give whole sequences, the program may never have this model compute parts.
@@ -150,6 +155,8 @@ class SequenceParallelMeshDimension(MeshDimension):
     def _install(self, bundle: PrepareBundle) -> None:
         for model in dict.fromkeys(bundle.objects_of("model")):
             if model not in self._models:
+                if self.replaces_flash and replace_flash_attention(model, self.title):
+                    self._flash_models.add(model)
                 self._models[model] = type(model).__name__
                 model.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
                 self._hooks.install(model)
@@ -296,7 +303,15 @@ class SequenceParallelMeshDimension(MeshDimension):
         if uses_library_masks(model):
             cached = named.get("use_cache")
             cached = getattr(model.config, "use_cache", False) if cached is None else cached
-            named = add_mask_kwargs(attention, tokens.shape[1], named, bool(cached))
+            cached = bool(cached) and model not in self._flash_models
+            named = add_mask_kwargs(attention, tokens.shape[1], named, cached)
+            cumulative = named.get("cu_seq_lens_q")
+            if cumulative is not None and len(cumulative) > 2 and attention.documents is None:
+                raise PrepareError(
+                    "cu_seq_lens_q names several documents, and position_ids one",
+                    why="torch's scaled_dot_product_attention does not read cu_seq_lens_q",
+                    fix="give position_ids that begin at 0 in each document, and no attention_mask",
+                )
         return args[len(fixed) :], named
 
     def _add_shift_labels(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:

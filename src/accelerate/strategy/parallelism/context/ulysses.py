@@ -20,7 +20,11 @@ from torch import nn
 
 from accelerate.core import packages, tree
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.parallelism.context.attention import AttentionCall, SequenceShardedAttention
+from accelerate.strategy.parallelism.context.attention import (
+    AttentionCall,
+    SequenceShardedAttention,
+    is_flash,
+)
 from accelerate.strategy.parallelism.context.sequence_sharding_base import SequenceParallelMeshDimension
 from accelerate.strategy.parallelism.context.sequence_shards import TokenRange
 
@@ -113,6 +117,7 @@ class UlyssesSequenceParallel(SequenceParallelMeshDimension):
     name: ClassVar[str] = "sp"
     title: ClassVar[str] = "sequence parallelism"
     balanced = False
+    replaces_flash: ClassVar[bool] = True
     # A loader was prepared that gives each process others, and no block was checked since.
     _has_unchecked_data = False
 
@@ -122,14 +127,14 @@ class UlyssesSequenceParallel(SequenceParallelMeshDimension):
         return UlyssesAttention
 
     def check(self) -> None:
-        """Refuse attention implementations other than torch's.
+        """Refuse attention implementations other than torch's, and flash attention that it replaces.
 
         Raises:
             PrepareError: it is asked for.
         """
         super().check()
         implementation = self.handler.sp_attn_implementation
-        if implementation not in (None, "sdpa"):
+        if implementation not in (None, "sdpa") and not is_flash(implementation):
             raise PrepareError(
                 f"sp_attn_implementation={implementation!r} does not go with {self.title}",
                 why="torch's scaled_dot_product_attention is what processes exchange heads around",
