@@ -538,6 +538,9 @@ def add_mask_kwargs(
         own: the number of local tokens.
         kwargs: keyword arguments of the model.
         cached: the model uses a KV cache; then the library knows one document only.
+
+    Raises:
+        PrepareError: several documents are told by ``cu_seq_lens_q`` alone.
     """
     mask, positions, total = kwargs.get("attention_mask"), kwargs.get("position_ids"), own * attention.size
     attention.documents = None
@@ -553,6 +556,13 @@ def add_mask_kwargs(
                 attention.gather_sequence(positions.expand(tokens.shape[0], -1), 1)
             )
         mask = torch.ones(tokens.shape[0], total, dtype=torch.bool, device=tokens.device)
+    cumulative = kwargs.get("cu_seq_lens_q")
+    if cumulative is not None and len(cumulative) > 2 and attention.documents is None:
+        raise PrepareError(
+            "cu_seq_lens_q names several documents, and position_ids one",
+            why="torch's scaled_dot_product_attention does not read cu_seq_lens_q",
+            fix="give position_ids that begin at 0 in each document, use_cache=False and no attention_mask",
+        )
     return {**kwargs, "attention_mask": mask}
 
 

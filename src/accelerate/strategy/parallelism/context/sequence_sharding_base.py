@@ -63,6 +63,7 @@ class SequenceParallelMeshDimension(MeshDimension):
         title: its name in messages.
         balanced: whether shards are balanced for causal attention.
         replaces_flash: whether models with flash attention are taken, and compute it by torch's function.
+        _flash_models: those whose flash attention was replaced: it tells documents apart with a KV cache too.
         is_left: the program shards the sequences, and this dimension only has its place in the mesh.
     """
 
@@ -81,7 +82,6 @@ class SequenceParallelMeshDimension(MeshDimension):
         self.sharder = SequenceSharder(self.size, self.rank, self.balanced, dims)
         # The models, and their original class names: FSDP2 gives them others.
         self._models: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        # Those whose flash attention was replaced: it tells documents apart with a KV cache too.
         self._flash_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._sharded_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         # Whether stages of a pipelined model have attention; True where layers exchange tokens themselves.
@@ -303,15 +303,8 @@ class SequenceParallelMeshDimension(MeshDimension):
         if uses_library_masks(model):
             cached = named.get("use_cache")
             cached = getattr(model.config, "use_cache", False) if cached is None else cached
-            cached = bool(cached) and model not in self._flash_models
-            named = add_mask_kwargs(attention, tokens.shape[1], named, cached)
-            cumulative = named.get("cu_seq_lens_q")
-            if cumulative is not None and len(cumulative) > 2 and attention.documents is None:
-                raise PrepareError(
-                    "cu_seq_lens_q names several documents, and position_ids one",
-                    why="torch's scaled_dot_product_attention does not read cu_seq_lens_q",
-                    fix="give position_ids that begin at 0 in each document, and no attention_mask",
-                )
+            caches = bool(cached) and model not in self._flash_models
+            named = add_mask_kwargs(attention, tokens.shape[1], named, caches)
         return args[len(fixed) :], named
 
     def _add_shift_labels(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
