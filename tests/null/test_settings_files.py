@@ -195,6 +195,12 @@ OLD_FILES = {
         "line 1: offload_param_pin_memory has no effect: it is a key of DeepSpeed's own configuration",
         "line 1: fp32_reduce_scatter has no effect: deepspeed_config has no such option",
     ),
+    "distributed_type: DEEPSPEED\ndeepspeed_config:\n  offload_optimizer: {device: cpu}\n"
+    "  offload_param: {device: cpu, pin_memory: true}\n  offload_param_device: none\n": (
+        "line 3: offload_optimizer is a table of DeepSpeed's .*: read as offload_optimizer_device: cpu",
+        "line 4: the table offload_param has no effect: offload_param_device is the key for the same here",
+        "line 4: offload_param_pin_memory has no effect: it is a key of DeepSpeed's own configuration",
+    ),
     "distributed_type: FSDP\nfsdp_config:\n  fsdp_limit_all_gathers: true\n  xla: false\n": (
         "line 3: fsdp_limit_all_gathers has no effect: only the script's code can give it",
         "line 4: xla has no effect: fsdp_config has no such option, and in Accelerate 1.x nothing reads it",
@@ -228,6 +234,20 @@ def test_what_has_no_effect_in_an_old_file_is_told(config: Any, tmp_path: Path, 
     assert run(["config", "update", "--config_file", name]) == 0
     assert launch_plans.request_of_file(tmp_path / name).file.problems == ()
     assert (tmp_path / f"{name}.bak").read_text() == text
+
+
+def test_an_offload_table_of_deepspeeds_json_says_the_options(config: Any) -> None:
+    """Pages about Ulysses write it so; a key of today beside it wins, and a slip stays an error."""
+    start = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  "
+    request = config(
+        f"{start}offload_optimizer: {{device: nvme, nvme_path: /drive}}\n"
+        "  offload_param: {device: cpu}\n  offload_param_device: none\n"
+    )
+    names = ("offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device")
+    assert [request.get(name) for name in names] == ["nvme", "/drive", "none"]
+    assert "line 3" in request.origin("offload_optimizer_device").where
+    with pytest.raises(SettingError, match="unknown key of deepspeed_config 'offload_param'"):
+        config(f"{start}offload_optimizer: {{device: cpu}}\n  offload_param: cpu\n")
 
 
 def test_strict_mode_refuses_an_old_file(

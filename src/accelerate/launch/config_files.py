@@ -21,6 +21,8 @@ from accelerate.core.value_types import convert_to, frozen_dataclass
 DEFAULT_NAME = "default_config.yaml"
 # Types of the group that name neither accelerators nor a strategy.
 _NO_ACCELERATORS = ("NO", "MULTI_CPU")
+# Tables of DeepSpeed's JSON that files in use have in this section, for the options <table>_device and so on.
+_OFFLOAD_SECTION, _OFFLOAD_TABLES = "deepspeed_config", ("offload_optimizer", "offload_param")
 
 
 @frozen_dataclass
@@ -107,6 +109,9 @@ def read_config(path: Path, *, is_explicit: bool = True) -> ConfigFile:
         if (old,) in lines and key in new:
             lines.setdefault((key,), lines[(old,)])
             lines.setdefault((key, old), lines[(old,)])
+    for name, key, _ in _offload_options(values):
+        if (_OFFLOAD_SECTION, name) in lines:
+            lines.setdefault((_OFFLOAD_SECTION, key), lines[(_OFFLOAD_SECTION, name)])
     return ConfigFile(path, new, lines, is_explicit, problems)
 
 
@@ -124,6 +129,22 @@ def _overruled_old_keys(
     for old, today in overruled.items():
         place = ConfigFile(path, {}, lines).locate(old)
         yield f"{place}: {old} has no effect: {today} is the key for the same by now"
+    for name, key, value in _offload_options(values):
+        today = values[_OFFLOAD_SECTION].get(key)
+        place = ConfigFile(path, {}, lines).locate(_OFFLOAD_SECTION, name)
+        if today is None and key.endswith(("_device", "_path")):
+            yield f"{place}: {name} is a table of DeepSpeed's own configuration: read as {key}: {value}"
+        elif today not in (None, value):
+            yield f"{place}: the table {name} has no effect: {key} is the key for the same here"
+
+
+def _offload_options(values: Mapping[Any, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield (table, key of today, value) for what the tables of DeepSpeed's JSON say about offloading."""
+    section = values.get(_OFFLOAD_SECTION)
+    tables = ((name, section.get(name)) for name in _OFFLOAD_TABLES) if isinstance(section, dict) else ()
+    for name, table in tables:
+        if isinstance(table, dict):
+            yield from ((name, f"{name}_{key}", value) for key, value in table.items())
 
 
 def read_raw(path: Path) -> tuple[dict[Any, Any], dict[tuple[str, ...], int], tuple[str, ...]]:
@@ -236,8 +257,9 @@ def upgrade_keys(values: Mapping[Any, Any]) -> dict[str, Any]:
     """The keys of old formats as today's.
 
     ``fp16: true`` is ``mixed_precision: fp16``; ``dynamo_backend`` at the top level belongs to
-    ``dynamo_config``; of an old key and today's for the same, today's wins. ``num_processes: -1``,
-    ``downcast_bf16: auto`` and empty values say nothing.
+    ``dynamo_config``, and what the tables of DeepSpeed's JSON say about offloading to keys of their section; of
+    an old key and today's for the same, today's wins. ``num_processes: -1``, ``downcast_bf16: auto`` and empty
+    values say nothing.
     """
     new = {str(key): value for key, value in values.items() if value is not None and value != ""}
     if new.get("downcast_bf16") == "auto":
@@ -256,6 +278,10 @@ def upgrade_keys(values: Mapping[Any, Any]) -> dict[str, Any]:
         backend = new.pop("dynamo_backend")
         is_named = not {"backend", "dynamo_backend"}.isdisjoint(table)
         new["dynamo_config"] = {**table} if is_named else {"dynamo_backend": backend, **table}
+    if options := [*_offload_options(new)]:
+        tables = {name for name, _, _ in options}
+        table = {key: value for key, value in new[_OFFLOAD_SECTION].items() if key not in tables}
+        new[_OFFLOAD_SECTION] = {**{key: value for _, key, value in options}, **table}
     return new
 
 

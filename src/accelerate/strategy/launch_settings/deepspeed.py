@@ -31,8 +31,9 @@ LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "impi", "nossh",
 
 # The keys of DeepSpeed's own configuration, of its top level and of zero_optimization; those of the tables in
 # there with the table's name before. Configuration files in use have some of them in the section
-# deepspeed_config, where nobody reads them. Left out are those that are
-# near a setting and change the training, so that they are taken for slips: stage, offload_optimizer.
+# deepspeed_config, where nobody reads them. Left out are those that are near a setting
+# and change the training, so that they are taken for slips, as stage. The tables offload_optimizer and
+# offload_param are read, in launch/config_files.py.
 # Source: https://www.deepspeed.ai/docs/config-json/
 _JSON_KEYS = """
 activation_checkpointing aio allgather_bucket_size allgather_partitions amp autotuning bf16 bfloat16
@@ -41,7 +42,8 @@ csv_monitor curriculum_learning data_efficiency data_types disable_allgather dum
 elasticity flops_profiler fp16 grad_hooks gradient_predivide_factor graph_harvesting hybrid_engine
 ignore_unused_parameters load_from_fp32_weights memory_breakdown memory_efficient_linear
 mics_hierarchical_params_gather mics_shard_size nebula offload_optimizer_buffer_count
-offload_optimizer_pin_memory offload_optimizer_ratio offload_param_buffer_count offload_param_buffer_size
+offload_optimizer_fast_init offload_optimizer_pin_memory offload_optimizer_pipeline_read
+offload_optimizer_pipeline_write offload_optimizer_ratio offload_param_buffer_count offload_param_buffer_size
 offload_param_max_in_cpu offload_param_pin_memory optimizer overlap_comm override_module_apply pipeline
 prescale_gradients reduce_bucket_size reduce_scatter round_robin_gradients scheduler
 seq_parallel_communication_data_type sparse_attention sparse_gradients
