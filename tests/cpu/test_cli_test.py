@@ -46,7 +46,11 @@ def test_a_set_up_that_works(tmp_path: Path, processes: int) -> None:
     file.write_text(f"distributed_type: {kind}\nuse_cpu: true\nnum_processes: {processes}\n")
     result = accelerate("test", "--config_file", str(file), "--mixed_precision", "bf16")
     assert result.returncode == 0, result.output
-    assert result.stdout.splitlines()[-1] == SUCCESS
+    assert (
+        result.stdout.splitlines()[-1]
+        == SUCCESS
+        == "Test is a success! You are ready for your distributed training!"
+    )
     assert result.stdout.startswith("1 process on cpu" if processes == 1 else "2 processes on cpu")
     rows = table(result.stdout)
     assert list(rows) == NAMES

@@ -52,7 +52,7 @@ def test_arrow_keys_lead_to_a_file(wizard: pexpect.spawn, tmp_path: Path) -> Non
     assert "Where will you run it?" in choose(wizard)
     wizard.expect_exact(LAST)
     choose(wizard)
-    wizard.expect_exact("written to ")
+    wizard.expect_exact("accelerate configuration saved at ")
     wizard.expect(pexpect.EOF)
     wizard.close()
     assert wizard.exitstatus == 0

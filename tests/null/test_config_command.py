@@ -187,7 +187,7 @@ def test_default_overwrites_nothing(job: Path, capsys: pytest.CaptureFixture[str
     assert "exists already" in capsys.readouterr().out
     assert job.read_text() == MINE
     assert run(["config", "default", "--mixed_precision", "bf16"]) == 0
-    assert str(default_file()) in capsys.readouterr().out
+    assert capsys.readouterr().out == f"accelerate configuration saved at {default_file()}\n"
     assert json.loads(default_file().read_text())["mixed_precision"] == "bf16"
     assert run(["config", "default", "--mixed_precision", "fp8"]) == 2
 

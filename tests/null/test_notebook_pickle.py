@@ -163,7 +163,7 @@ def test_one_process_is_this_one_and_gets_the_precision(capsys: pytest.CaptureFi
     before = dict(os.environ)
     assert notebook_launcher(train, (3,), 1, mixed_precision="bf16") == [(os.getpid(), 3, "bf16")]
     assert earlier.mixed_precision == Accelerator(cpu=True).mixed_precision == "no"
-    assert capsys.readouterr().out == "Launching training on one CPU, in this process.\n"
+    assert capsys.readouterr().out == "Launching training on CPU.\n"
     assert dict(os.environ) == before
 
 

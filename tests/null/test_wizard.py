@@ -545,7 +545,9 @@ def test_the_functions_of_1_x_return_what_was_answered(monkeypatch: pytest.Monke
     assert not place.exists()
 
 
-def test_the_parser_of_1_x(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parser_of_1_x(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from accelerate.commands.config import get_config_parser
     from accelerate.commands.config.update import update_config
 
@@ -554,6 +556,7 @@ def test_the_parser_of_1_x(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     args = parser.parse_args(["default", "--config_file", str(path), "--mixed_precision", "bf16"])
     assert args.subcommand == "default"
     args.func(args)
+    assert capsys.readouterr().out == f"accelerate configuration saved at {path}\n"
     assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
     path.write_text("distributed_type: 'NO'\nfp16: true\n")
     args = parser.parse_args(["update", "--config_file", str(path)])

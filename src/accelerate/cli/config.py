@@ -89,7 +89,8 @@ def ask_all(config_file: str | None) -> Path | None:
         click.echo("nothing was written" if values is None else f"{path} says so already")
         return None if values is None else path
     copy = config_editor.save_config(path, before, values)
-    click.echo(f"written to {path}" + (f"; the old file is {copy}" if copy else ""))
+    # Scripts read this line, as 1.x prints it.
+    click.echo(f"accelerate configuration saved at {path}" + (f"\nthe old file is {copy}" if copy else ""))
     _warn_about_file(path)
     return path
 
@@ -117,7 +118,7 @@ def _default(named: str | None, config_file: str | None, mixed_precision: str) -
 
     path = write_basic_config(mixed_precision, config_editor.config_path(config_file or named))
     if path:
-        click.echo(f"written to {path}")
+        click.echo(f"accelerate configuration saved at {path}")
 
 
 @_config.command("update", short_help="Bring an old file up to date.")
@@ -222,7 +223,7 @@ def default_config_command(args: argparse.Namespace) -> None:
 
     path = write_basic_config(args.mixed_precision, args.save_location)
     if path:
-        print(f"written to {path}")
+        print(f"accelerate configuration saved at {path}")
 
 
 def update_config(args: argparse.Namespace) -> str:

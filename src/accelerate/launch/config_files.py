@@ -257,9 +257,9 @@ def upgrade_keys(values: Mapping[Any, Any]) -> dict[str, Any]:
     """The keys of old formats as today's.
 
     ``fp16: true`` is ``mixed_precision: fp16``; ``dynamo_backend`` at the top level belongs to
-    ``dynamo_config``, and what the tables of DeepSpeed's JSON say about offloading to keys of their section; of
-    an old key and today's for the same, today's wins. ``num_processes: -1``, ``downcast_bf16: auto`` and empty
-    values say nothing.
+    ``dynamo_config``; the offload tables of DeepSpeed's JSON become keys of their section. Of an old key and
+    today's for the same, today's wins. ``num_processes: -1``, ``downcast_bf16: auto`` and empty values say
+    nothing.
     """
     new = {str(key): value for key, value in values.items() if value is not None and value != ""}
     if new.get("downcast_bf16") == "auto":

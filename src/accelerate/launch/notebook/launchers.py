@@ -93,8 +93,7 @@ def notebook_launcher(
     device, count = _detect_devices()
     processes = _count_processes(num_processes, device, count)
     variables = {**environ.filter_unset(device.environment), **precision_variables(mixed_precision)}
-    alone = processes * num_nodes == 1 and rdzv_backend == "static"
-    _print_launch(processes, device, here=alone and not max_restarts)
+    _print_launch(processes, device)
     if device.starts_ranks and processes > 1:
         with environ.patch_environment(variables):
             device.start_ranks(PrepareForLaunch(function, device.distributed_type), call)
@@ -330,9 +329,9 @@ def _count_processes(wanted: int | None, device: Device, count: int) -> int:
     return wanted or 1
 
 
-def _print_launch(processes: int, device: Device, *, here: bool) -> None:
+def _print_launch(processes: int, device: Device) -> None:
     name = device.distributed_type.removeprefix("MULTI_") if device.type != "cpu" else "CPU"
-    label = f"{processes} {name}s" if processes > 1 else f"one {name}{', in this process' * here}"
+    label = f"{processes} {name}s" if processes > 1 else "CPU" if name == "CPU" else f"one {name}"
     print(f"Launching training on {label}.", flush=True)
 
 

@@ -31,8 +31,8 @@ LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "impi", "nossh",
 
 # The keys of DeepSpeed's own configuration, of its top level and of zero_optimization; those of the tables in
 # there with the table's name before. Configuration files in use have some of them in the section
-# deepspeed_config, where nobody reads them. Left out are those that are near a setting
-# and change the training, so that they are taken for slips, as stage. The tables offload_optimizer and
+# deepspeed_config, where nobody reads them. Left out are those that are near a setting and
+# change the training, so that they are taken for slips, as stage. The tables offload_optimizer and
 # offload_param are read, in launch/config_files.py.
 # Source: https://www.deepspeed.ai/docs/config-json/
 _JSON_KEYS = """
