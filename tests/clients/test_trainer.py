@@ -155,7 +155,8 @@ def test_layers_that_two_processes_share_train_as_alone(ranks: RankServer) -> No
 
 def test_sequences_that_two_processes_share_train_as_alone(ranks: RankServer) -> None:
     """Losses that are logged, norms, rates, and the loss of an evaluation, which is no sum over processes."""
-    heads = ("heads",) if is_deepspeed_available() else ()  # transformers asks that library for the group
+    # transformers asks that library for the group.
+    heads = ("heads", "heads_with_zero") if is_deepspeed_available() else ()
     check_shared_jobs(ranks, "tests.clients.trainer_sequences", "keys", "keys_in_windows", *heads)
 
 

@@ -18,11 +18,11 @@ from tests.clients.trainer import history, world
 from tests.support.sequences import LENGTH, ROWS, llama, texts
 
 
-def shared(folder: Path, size: str, window: int) -> dict[str, Any]:
+def shared(folder: Path, size: str, window: int, **engine: Any) -> dict[str, Any]:
     """Four steps and an evaluation; labels are unevenly shared, and some parts have none."""
     rows: Any = [{**row, "position_ids": torch.arange(LENGTH)} for row in texts(8)]
     sizes: dict[str, Any] = {size: 2}
-    more: dict[str, Any] = {"parallelism_config": ParallelismConfig(**sizes)} if world() > 1 else {}
+    more: dict[str, Any] = {"parallelism_config": ParallelismConfig(**sizes), **engine} if world() > 1 else {}
     options: dict[str, Any] = {
         "per_device_train_batch_size": ROWS, "per_device_eval_batch_size": ROWS, "learning_rate": 1e-2,
         "gradient_accumulation_steps": window, "logging_steps": 1, "num_train_epochs": 1, "report_to": [],
@@ -58,7 +58,15 @@ def heads(folder: Path) -> dict[str, Any]:
     return shared(folder, "sp_size", 1)
 
 
-_ALL = (keys, keys_in_windows, heads)
+def heads_with_zero(folder: Path) -> dict[str, Any]:
+    """The same by DeepSpeed, with the optimizer state on the host."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    values = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = {"zero_optimization": zero, **dict.fromkeys((*values, "gradient_clipping"), "auto")}
+    return shared(folder, "sp_size", 1, deepspeed=config)
+
+
+_ALL = (keys, keys_in_windows, heads, heads_with_zero)
 JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {job.__name__: job for job in _ALL}
 
 

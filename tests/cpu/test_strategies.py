@@ -40,6 +40,7 @@ ASKED: dict[str, Callable[[], dict[str, Any]]] = {
     "fsdp1": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)},
     "parallelism": lambda: {"parallelism_config": ParallelismConfig(dp_shard_size=2)},
     "deepspeed": zero,
+    "deepspeed_mesh": lambda: {**zero(), "parallelism_config": ParallelismConfig(dp_shard_size=2)},
 }
 
 

@@ -7,7 +7,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
+from accelerate.core.errors import SettingError
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import is_deepspeed_available
 from tests.support.long_run import LONG_RUN
 from tests.support.ranks import RankServer
 from tests.support.sequences import Jobs, llama, same, shared_all, texts
@@ -33,6 +35,25 @@ def test_two_processes_train_to_the_numbers_of_one(ranks: RankServer) -> None:
 def test_two_pairs_train_to_the_numbers_of_one(ranks: RankServer) -> None:
     jobs: Jobs = [("llama", {"sp_size": 2, "dp_shard_size": 2}, 4, 2, True)]
     same(jobs, ranks(4, shared_all, jobs, timeout=100))
+
+
+def refused_beside_deepspeed() -> list[str]:
+    """What an ``Accelerator`` says to DeepSpeed beside each size that splits a model."""
+    from accelerate import DeepSpeedPlugin
+
+    messages = []
+    for name in ("tp_size", "cp_size", "pp_size"):
+        config = ParallelismConfig(**{name: 2})
+        with pytest.raises(SettingError) as refused:
+            Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2), parallelism_config=config)
+        messages.append(str(refused.value).splitlines()[0])
+    return messages
+
+
+@pytest.mark.skipif(not is_deepspeed_available(), reason="the package deepspeed is not installed")
+def test_deepspeed_is_not_dropped_beside_sizes_that_split_a_model(ranks: RankServer) -> None:
+    refused = [f"DeepSpeed does not go with {name}_size=2" for name in ("tp", "cp", "pp")]
+    assert ranks(2, refused_beside_deepspeed) == [refused] * 2
 
 
 def full_alone(where: str) -> None:

@@ -69,6 +69,8 @@ WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ZeRO 1": (2, "deepspeed", {"zero": 1}),
     "ZeRO 2": (2, "deepspeed", {"zero": 2}),
     "ZeRO 3": (2, "deepspeed", {"zero": 3}),
+    "ZeRO 2, heads": (2, "deepspeed_mesh", {"zero": 2, "sp_size": 2}),
+    "ZeRO 3, heads x shards": (4, "deepspeed_mesh", {"zero": 3, "sp_size": 2, "dp_shard_size": 2}),
 }
 # Two dimensions of a mesh that the default run trains in the files of one of them (tests/README.md).
 IN_LONG_RUN = {
@@ -87,20 +89,20 @@ def accelerator_of(way: str, **more: Any) -> Any:
     from accelerate.utils import TorchTensorParallelConfig
 
     _, strategy, said = WAYS[way]
+    sizes = {name: value for name, value in said.items() if name not in ("zero", "fsdp")}
     # Of version 2, if it is named: sharded checkpoints.
     layers: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap", "fsdp_version": 2}
     if "zero" in said:
         from accelerate import DeepSpeedPlugin
 
         more["deepspeed_plugin"] = DeepSpeedPlugin(zero_stage=said["zero"])
-    elif "fsdp" in said:
-        more["fsdp_plugin"] = FullyShardedDataParallelPlugin(**{**layers, **said["fsdp"]})
     elif said:
+        more["fsdp_plugin"] = FullyShardedDataParallelPlugin(**{**layers, **said.get("fsdp", {})})
+    if sizes:
         tensor: dict[str, Any] = {}
         if "tp_size" in said:
             tensor["tp_handler"] = TorchTensorParallelConfig(plan=PLAN)
-        more["parallelism_config"] = ParallelismConfig(**said, **tensor)
-        more["fsdp_plugin"] = FullyShardedDataParallelPlugin(**layers)
+        more["parallelism_config"] = ParallelismConfig(**sizes, **tensor)
     accelerator = Accelerator(cpu=True, **more)
     assert accelerator.strategy.name == strategy
     return accelerator
@@ -136,6 +138,7 @@ RESUME_PAIRS = (
     ("copies", "one process"),
     ("shards", "ZeRO 3"),
     ("ZeRO 2", "shards"),
+    ("ZeRO 2, heads", "sequences, heads"),
 )
 MORE_RESUME_PAIRS = (
     ("layers x shards", "copies"),
@@ -222,7 +225,7 @@ def train_in_each_setting(way: str, folder: str, workers: int) -> dict[int | str
 
 def can_run(way: str) -> bool:
     """Tell whether the package that the way needs is installed."""
-    return WAYS[way][1] != "deepspeed" or is_deepspeed_available()
+    return "zero" not in WAYS[way][2] or is_deepspeed_available()
 
 
 class Runs(Protocol):

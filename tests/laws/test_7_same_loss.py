@@ -38,6 +38,15 @@ ASKED: dict[str, tuple[dict[str, str], tuple[int, ...]]] = {
         {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
         (2,),  # its import costs seconds in every rank
     ),
+    "deepspeed_mesh": (
+        {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE": "{n}",
+        },
+        (2,),
+    ),
     "xla": ({}, ()),  # tests/xla, on PyTorch/XLA; several processes in tests/cpu/test_xla_strategy.py
     "xla_spmd": ({}, ()),
     "megatron": ({"ACCELERATE_USE_MEGATRON_LM": "true"}, (2, 4)),
@@ -49,7 +58,7 @@ ASKED: dict[str, tuple[dict[str, str], tuple[int, ...]]] = {
 # Makes the kwargs handler of a strategy that is asked for by one; ASKED has its numbers of processes.
 HANDLERS: dict[str, Callable[[], Any]] = {}
 # Packages that a strategy cannot do without.
-NEEDS = {"deepspeed": "deepspeed"}
+NEEDS = {"deepspeed": "deepspeed", "deepspeed_mesh": "deepspeed"}
 # What trains models of one kind only, and refuses the law's small one in words: where it is held to this law.
 ELSEWHERE = {"megatron": "tests/cpu/test_megatron.py, by language models of transformers"}
 Numbers = tuple[list[float], list[list[float]]]

@@ -43,9 +43,13 @@ def test_capabilities_are_found_by_type() -> None:
     kinds = {name: STRATEGIES.get(name) for name in STRATEGIES.names()}
     assert {name for name, kind in kinds.items() if issubclass(kind, EngineStrategy)} == {
         "deepspeed",
+        "deepspeed_mesh",
         "megatron",
     }
-    assert {name for name, kind in kinds.items() if issubclass(kind, DataSharding)} == {"parallelism"}
+    assert {name for name, kind in kinds.items() if issubclass(kind, DataSharding)} == {
+        "deepspeed_mesh",
+        "parallelism",
+    }
     assert {name for name, kind in kinds.items() if issubclass(kind, ReductionMonitor)} == {
         "ddp",
         "fsdp",
@@ -58,6 +62,7 @@ def test_capabilities_are_found_by_type() -> None:
     }
     assert {name for name, kind in kinds.items() if issubclass(kind, ModuleWrapping)} == {
         "deepspeed",
+        "deepspeed_mesh",
         "fsdp1",
     }
     assert {name for name, kind in kinds.items() if issubclass(kind, WrapperNames)} == {"ddp"}
@@ -66,5 +71,5 @@ def test_capabilities_are_found_by_type() -> None:
 
 
 def test_a_capability_is_whole() -> None:
-    mesh = STRATEGIES.get("parallelism")
-    assert all(getattr(mesh, name) is not getattr(DataSharding, name) for name in members(DataSharding))
+    for mesh in map(STRATEGIES.get, ("parallelism", "deepspeed_mesh")):
+        assert all(getattr(mesh, name) is not getattr(DataSharding, name) for name in members(DataSharding))

@@ -49,6 +49,7 @@ def engine_specs(
     precision: str,
     processes: int,
     *,
+    data_shards: int,
     host: bool,
     schedule_advances: int,
 ) -> Iterator[EngineSpec]:
@@ -60,6 +61,7 @@ def engine_specs(
         plugin: the selected plugin.
         precision: mixed precision.
         processes: the world size.
+        data_shards: the ranks that read different samples.
         host: whether the device is the CPU.
         schedule_advances: how often an optimizer step advances a schedule of torch.
 
@@ -79,7 +81,7 @@ def engine_specs(
             precision,
             processes,
             host,
-            bundle.batch_sizes(processes),
+            bundle.batch_sizes(data_shards),
             optimizer,
             scheduler,
             schedule_advances,

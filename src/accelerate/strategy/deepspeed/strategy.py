@@ -185,7 +185,7 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, DeepSpeedBackward, Mo
 
         if bundle.training:
             add_configured_optimizer(bundle, self.engines, self.plugin.config_template())
-        host, advances = self.world.device.type == "cpu", bundle.schedule_advances(self.data_shard.count)
+        host, data_shards = self.world.device.type == "cpu", self.data_shard.count
         precision = self.request.precision if len(self.table) == 1 else self.plugin.precision or "no"
         specs = engine_specs(
             bundle,
@@ -193,8 +193,9 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, DeepSpeedBackward, Mo
             self.plugin,
             precision,
             self.world.size,
+            data_shards=data_shards,
             host=host,
-            schedule_advances=advances,
+            schedule_advances=bundle.schedule_advances(data_shards),
         )
         jobs = list(specs) if bundle.training else []
         for job in jobs:

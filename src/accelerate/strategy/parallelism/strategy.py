@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accelerate.strategy.parallelism.config import ParallelismConfig
+    from accelerate.world.world import World
 
 
 class MeshDimension:
@@ -129,8 +130,8 @@ class MeshDimension:
         """Select the part of an optimizer's full state that this process loads."""
         return state
 
-    def backward_zero(self, loss: torch.Tensor) -> bool:
-        """Run a backward with zero gradients if this dimension does it its own way; return whether."""
+    def backward_zero(self, loss: torch.Tensor, run: Callable[[], Any]) -> bool:
+        """Run a backward with zero gradients by ``run``, if it needs a way of its own; return whether."""
         return False
 
     def call_context(self, model: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[None]:
@@ -176,58 +177,11 @@ _DIMENSIONS = {
 }
 
 
-class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
-    """The strategy that composes the dimensions of a device mesh with FSDP2."""
+class MeshDataSharding(DataSharding):
+    """How the ranks of a device mesh share samples and sequences, whichever strategy shards parameters."""
 
-    name: ClassVar[str] = "parallelism"
-    selection: ClassVar[StrategySelection] = StrategySelection(
-        (UseParallelismConfigSetting,),
-        "ParallelismConfig",
-        unused_reason="one process is no mesh, so it trains as a single process does",
-    )
-    priority: ClassVar[int] = 20
-
-    def __init__(self, request: StrategyRequest) -> None:
-        super().__init__(request)
-        self.config: ParallelismConfig = request.parallelism
-        self.config.fits(self.world.size)
-        self._asked = any(plugin is self.plugin for plugin in request.plugins)
-        if not self._asked:
-            # Libraries that save by themselves read this: a model is a full state dict in its own file.
-            self.plugin.set_state_dict_type("FULL_STATE_DICT")
-
-    @classmethod
-    def claims(cls, request: StrategyRequest) -> bool:
-        """Claim requests with mesh sizes and several processes, and sizes that need more, to refuse them."""
-        config = request.parallelism
-        return config is not None and (request.world.size > 1 or config.total_size > 1)
-
-    @classmethod
-    def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
-        """Yield the switch, and the options of sharding."""
-        yield from super().requested_options(request)
-        if cls.claims(request):
-            yield from FSDP2Strategy.requested_options(request)
-
-    def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
-        """Yield the status of sharding options, of each size, and of the dimensions' own options."""
-        yield from super().option_statuses(models)
-        named = {option.name: option for option in requested_options(load_settings(ParallelismSettings))}
-        for name, size in self.config._sizes.items():
-            option = named.pop(f"parallelism_config_{name}_size", None)
-            if size > 1:
-                option = option or RequestedOption(f"{name}_size", size, "the argument parallelism_config")
-                yield option.report_applied() if models else option.report_pending("no model is prepared")
-            elif option is not None:
-                yield option.report_applied("there is no such dimension then")
-        yield from (option.report_applied() for option in named.values())
-        for dimension in self.dimensions:
-            yield from dimension.option_statuses()
-
-    @property
-    def saves_sharded(self) -> bool:
-        """Return whether checkpoints are sharded: unless a plugin asks for full state dicts."""
-        return super().saves_sharded or not self._asked
+    config: ParallelismConfig
+    world: World
 
     @property
     def _kind(self) -> str:
@@ -251,36 +205,24 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
                 dimensions.append(dimension_class(self))
         return dimensions
 
-    @property
-    def gathers_tensor_subclasses(self) -> bool:
-        """Return whether parameters are sharded by FSDP2 alone: other dimensions distribute plain tensors."""
-        return all(size == 1 for name, size in self.config._sizes.items() if not name.startswith("dp"))
-
-    def check(self) -> None:
-        """Refuse what a dimension or the sharding of parameters cannot do."""
-        super().check()
-        if self.plugin.fsdp_version != 2:
-            raise SettingError(
-                "parallelism_config needs FSDP2, and fsdp_version is 1",
-                why="only FSDP2 shards over a device mesh of several dimensions",
-                fix="fsdp_version=2 (--fsdp_version 2): options of FSDP1 imply version 1 where none is given",
-            )
+    def _mesh_option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
+        """Yield the status of each size, and of the dimensions' own options."""
+        named = {option.name: option for option in requested_options(load_settings(ParallelismSettings))}
+        for name, size in self.config._sizes.items():
+            option = named.pop(f"parallelism_config_{name}_size", None)
+            if size > 1:
+                option = option or RequestedOption(f"{name}_size", size, "the argument parallelism_config")
+                yield option.report_applied() if models else option.report_pending("no model is prepared")
+            elif option is not None:
+                yield option.report_applied("there is no such dimension then")
+        yield from (option.report_applied() for option in named.values())
         for dimension in self.dimensions:
-            dimension.check()
-
-    def check_compiler(self) -> None:
-        """Refuse torch.compile with pipeline parallelism, whose stages are no single graph."""
-        if self.config.pp_enabled:
-            raise SettingError(
-                f"torch.compile goes with no pipeline stages, and pp_size is {self.config.pp_size}",
-                why="the model's forward is read on empty tensors, and each process runs its layers only",
-                fix="leave dynamo_backend and dynamo_plugin out; compile functions inside of your layers",
-            )
+            yield from dimension.option_statuses()
 
     # --- who has which data
 
     @cached_property
-    def data_shard(self) -> RankDataShard:  # type: ignore[override]
+    def data_shard(self) -> RankDataShard:
         """The data shard of this process: its coordinates along the data parallel dimensions."""
         places = self.config.layout().coordinates(self.world.rank)
         index = places["dp_replicate"] * self.config._sizes["dp_shard"] + places["dp_shard"]
@@ -336,6 +278,87 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
             loader = dimension.adapt_loader(loader, model)
         return loader
 
+    def partial_state_names(self, model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+        """The process groups of the pipeline, whose stages hold different layers."""
+        names = [dimension.partial_state_names(model) for dimension in self.dimensions]
+        return frozenset().union(*(a for a, _ in names)), frozenset().union(*(b for _, b in names))
+
+    def original_group_names(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
+        """Return the group names of an optimizer with the parameters of all stages."""
+        return next(
+            (g for d in self.dimensions if (g := d.original_group_names(optimizer)) is not None), None
+        )
+
+
+class DeviceMeshStrategy(MeshDataSharding, FSDP2Strategy):  # type: ignore[override]
+    """The strategy that composes the dimensions of a device mesh with FSDP2."""
+
+    name: ClassVar[str] = "parallelism"
+    selection: ClassVar[StrategySelection] = StrategySelection(
+        (UseParallelismConfigSetting,),
+        "ParallelismConfig",
+        unused_reason="one process is no mesh, so it trains as a single process does",
+    )
+    priority: ClassVar[int] = 20
+
+    def __init__(self, request: StrategyRequest) -> None:
+        super().__init__(request)
+        self.config: ParallelismConfig = request.parallelism
+        self.config.fits(self.world.size)
+        self._asked = any(plugin is self.plugin for plugin in request.plugins)
+        if not self._asked:
+            # Libraries that save by themselves read this: a model is a full state dict in its own file.
+            self.plugin.set_state_dict_type("FULL_STATE_DICT")
+
+    @classmethod
+    def claims(cls, request: StrategyRequest) -> bool:
+        """Claim requests with mesh sizes and several processes, and sizes that need more, to refuse them."""
+        config = request.parallelism
+        return config is not None and (request.world.size > 1 or config.total_size > 1)
+
+    @classmethod
+    def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
+        """Yield the switch, and the options of sharding."""
+        yield from super().requested_options(request)
+        if cls.claims(request):
+            yield from FSDP2Strategy.requested_options(request)
+
+    def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
+        """Yield the status of sharding options, of each size, and of the dimensions' own options."""
+        yield from super().option_statuses(models)
+        yield from self._mesh_option_statuses(models)
+
+    @property
+    def saves_sharded(self) -> bool:
+        """Return whether checkpoints are sharded: unless a plugin asks for full state dicts."""
+        return super().saves_sharded or not self._asked
+
+    @property
+    def gathers_tensor_subclasses(self) -> bool:
+        """Return whether parameters are sharded by FSDP2 alone: other dimensions distribute plain tensors."""
+        return all(size == 1 for name, size in self.config._sizes.items() if not name.startswith("dp"))
+
+    def check(self) -> None:
+        """Refuse what a dimension or the sharding of parameters cannot do."""
+        super().check()
+        if self.plugin.fsdp_version != 2:
+            raise SettingError(
+                "parallelism_config needs FSDP2, and fsdp_version is 1",
+                why="only FSDP2 shards over a device mesh of several dimensions",
+                fix="fsdp_version=2 (--fsdp_version 2): options of FSDP1 imply version 1 where none is given",
+            )
+        for dimension in self.dimensions:
+            dimension.check()
+
+    def check_compiler(self) -> None:
+        """Refuse torch.compile with pipeline parallelism, whose stages are no single graph."""
+        if self.config.pp_enabled:
+            raise SettingError(
+                f"torch.compile goes with no pipeline stages, and pp_size is {self.config.pp_size}",
+                why="the model's forward is read on empty tensors, and each process runs its layers only",
+                fix="leave dynamo_backend and dynamo_plugin out; compile functions inside of your layers",
+            )
+
     # --- over which processes parameters are sharded
 
     @cached_property
@@ -375,7 +398,8 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
 
     def backward_zero(self, zero: ZeroBackward) -> None:
         """Run a backward with zero gradients: collectives of a dimension need all its processes."""
-        if not any(dimension.backward_zero(zero.loss) for dimension in self.dimensions):
+        run = partial(zero.loss.backward, gradient=torch.zeros_like(zero.loss))
+        if not any(dimension.backward_zero(zero.loss, run) for dimension in self.dimensions):
             super().backward_zero(zero)
 
     def flag_reduction(self) -> Callable[[torch.Tensor], Any] | None:
@@ -393,17 +417,6 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
         """Return whether this process is the first of its pipeline stage, which gathers states."""
         places = self.config.layout().coordinates(self.world.rank)
         return not any(place for name, place in places.items() if name != "pp")
-
-    def partial_state_names(self, model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
-        """The process groups of the pipeline, whose stages hold different layers."""
-        names = [dimension.partial_state_names(model) for dimension in self.dimensions]
-        return frozenset().union(*(a for a, _ in names)), frozenset().union(*(b for _, b in names))
-
-    def original_group_names(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
-        """Return the group names of an optimizer with the parameters of all stages."""
-        return next(
-            (g for d in self.dimensions if (g := d.original_group_names(optimizer)) is not None), None
-        )
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Gather the full model state on the host of rank 0; other ranks get nothing. A collective."""

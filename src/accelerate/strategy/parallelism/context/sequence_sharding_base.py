@@ -130,7 +130,7 @@ class SequenceParallelMeshDimension(MeshDimension):
         """Intercept attention of the models, and shard the batches of loaders prepared with one."""
         if self.is_left:
             return
-        models = [model for model in dict.fromkeys(bundle.objects_of("model")) if model not in self._models]
+        models = self._new_models(bundle)
         for model in models:
             self._check_layers(model)
         if models:
@@ -152,21 +152,25 @@ class SequenceParallelMeshDimension(MeshDimension):
                 raise
             self._shard_refusals[model] = copy(error)  # without its traceback, which would keep the model
 
+    def _new_models(self, bundle: PrepareBundle) -> list[nn.Module]:
+        """Return the user's modules without hooks; what wraps one may be prepared again."""
+        modules = dict.fromkeys(self.strategy.unwrap(model) for model in bundle.objects_of("model"))
+        return [module for module in modules if module not in self._models]
+
     def _install(self, bundle: PrepareBundle) -> None:
-        for model in dict.fromkeys(bundle.objects_of("model")):
-            if model not in self._models:
-                if self.replaces_flash and replace_flash_attention(model, self.title):
-                    self._flash_models.add(model)
-                self._models[model] = type(model).__name__
-                model.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
-                self._hooks.install(model)
-                for module in model.modules():
-                    if predicts_next_token(module):
-                        hook = partial(self._add_shift_labels, type(module).__name__)
-                        module.register_forward_pre_hook(hook, with_kwargs=True)
-                model.register_forward_hook(self._post_forward)
-                if uses_library_masks(model):
-                    register_mask_function()
+        for model in self._new_models(bundle):
+            if self.replaces_flash and replace_flash_attention(model, self.title):
+                self._flash_models.add(model)
+            self._models[model] = type(model).__name__
+            model.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
+            self._hooks.install(model)
+            for module in model.modules():
+                if predicts_next_token(module):
+                    hook = partial(self._add_shift_labels, type(module).__name__)
+                    module.register_forward_pre_hook(hook, with_kwargs=True)
+            model.register_forward_hook(self._post_forward)
+            if uses_library_masks(model):
+                register_mask_function()
 
     # --- batches
 
@@ -456,7 +460,7 @@ class SequenceParallelMeshDimension(MeshDimension):
         self.attention.backward_state = state
         return torch.zeros_like(gradient) if self._zero_gradients else None
 
-    def backward_zero(self, loss: torch.Tensor) -> bool:
+    def backward_zero(self, loss: torch.Tensor, run: Callable[[], Any]) -> bool:
         """Run the backward of a shard without labels: its own loss, NaN perhaps, adds nothing.
 
         Gradients of its keys from other processes still pass through it.
@@ -467,7 +471,7 @@ class SequenceParallelMeshDimension(MeshDimension):
         hooks = [node.register_hook(_zero_all) for node in nodes_of_own_loss(loss)]
         self._zero_gradients = True
         try:
-            loss.backward(gradient=torch.zeros_like(loss))
+            run()
         finally:
             self._zero_gradients = False
             for hook in hooks:

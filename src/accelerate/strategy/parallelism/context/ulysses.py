@@ -207,14 +207,16 @@ class UlyssesSequenceParallel(SequenceParallelMeshDimension):
             return loader
         if packages.is_installed("deepspeed"):
             groups: Any = import_module("deepspeed.utils.groups")
-            groups.mpu = groups.mpu or _TrainerSequenceGroup(self.group)
+            if groups.mpu is None or isinstance(groups.mpu, _TrainerSequenceGroup):
+                groups.mpu = _TrainerSequenceGroup(self.group)
         return SequenceShardLoader(loader, self)
 
 
 class _TrainerSequenceGroup:
     """The sequence parallel group, where transformers' Trainer looks for it to average its loss.
 
-    It asks that library, whichever way sequences are shared.
+    It asks that library, whichever way sequences are shared. Engines that are made later ask it too: ZeRO is
+    over all ranks, as without it.
     """
 
     def __init__(self, group: Any) -> None:
@@ -223,6 +225,22 @@ class _TrainerSequenceGroup:
     def get_sequence_parallel_group(self) -> Any:
         """Return the group."""
         return self.group
+
+    def get_data_parallel_group(self) -> Any:
+        """Return the group of all ranks."""
+        return dist.group.WORLD
+
+    def get_data_parallel_group_ranks(self) -> range:
+        """Return all ranks."""
+        return range(dist.get_world_size())
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return the number of all ranks."""
+        return dist.get_world_size()
+
+    def get_model_parallel_world_size(self) -> int:
+        """Return 1: no model is split."""
+        return 1
 
 
 class SequenceShardLoader:

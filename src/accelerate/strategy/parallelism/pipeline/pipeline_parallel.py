@@ -7,7 +7,7 @@ gathers states. The user's loop stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -245,7 +245,7 @@ class PipelineParallel(MeshDimension):
 
     # --- the loop
 
-    def backward_zero(self, loss: torch.Tensor) -> bool:
+    def backward_zero(self, loss: torch.Tensor, run: Callable[[], Any]) -> bool:
         """Run the stages' backward with zero gradients: other stages wait for it."""
         all_runners = [runner_of(m) for m in self.strategy.models]
         runners = [runner for runner in all_runners if runner is not None]
