@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from accelerate.core import tree
+from accelerate.core.errors import PrepareError
 
 
 def has_numbers(leaf: Any) -> bool:
@@ -29,7 +31,34 @@ def has_fixed_numbers(values: Any) -> bool:
     return has_numbers(values)
 
 
-def is_equal(one: Any, other: Any) -> bool:
+def check_equal(leaves: list[Any], size: int, group: Any, what: str) -> None:
+    """Exchange the leaves of an output between the processes of a sequence, and compare them.
+
+    Args:
+        leaves: those of this process.
+        size: the number of processes.
+        group: their process group.
+        what: the kind of parallelism, for messages.
+
+    Raises:
+        PrepareError: they differ.
+    """
+    everyone: list[Any] = [None] * size
+    own = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    dist.all_gather_object(everyone, own, group=group)
+    # This rank's too is a copy that was pickled: copies of equal objects are pickled alike.
+    first = everyone[0]
+    for other in everyone[1:]:
+        if len(first) != len(other) or not all(map(_is_equal, first, other)):
+            raise PrepareError(
+                "texts or objects to gather differ between processes of one sequence",
+                why=f"each has a part of its tokens ({what}), and they cannot be joined",
+                fix="gather tensors or arrays that are per token, (rows, tokens), and make the texts or "
+                "objects of what comes back",
+            )
+
+
+def _is_equal(one: Any, other: Any) -> bool:
     """Return whether two values that were unpickled are equal.
 
     ``==`` says no of NaN and of copies of most objects, and may give an array.

@@ -40,9 +40,9 @@ from accelerate.strategy.parallelism.context.attention import (
     uses_library_masks,
 )
 from accelerate.strategy.parallelism.context.output_comparison import (
+    check_equal,
     has_fixed_numbers,
     has_numbers,
-    is_equal,
 )
 from accelerate.strategy.parallelism.context.sequence_shards import (
     MASK,
@@ -498,23 +498,9 @@ class SequenceParallelMeshDimension(MeshDimension):
         ):
             return values
         if as_objects or not has_fixed_numbers(values):
-            self._check_equal([... if has_numbers(leaf) and not as_objects else leaf for leaf in leaves])
+            compared = [... if has_numbers(leaf) and not as_objects else leaf for leaf in leaves]
+            check_equal(compared, self.size, self.group, self.title)
         return values if as_objects else tree.map_tree(partial(self._merge_leaf, lengths), values)
-
-    def _check_equal(self, leaves: list[Any]) -> None:
-        everyone: list[Any] = [None] * self.size
-        own = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        dist.all_gather_object(everyone, own, group=self.group)
-        # This rank's too is a copy that was pickled: copies of equal objects are pickled alike.
-        first = everyone[0]
-        for other in everyone[1:]:
-            if len(first) != len(other) or not all(map(is_equal, first, other)):
-                raise PrepareError(
-                    "texts or objects to gather differ between processes of one sequence",
-                    why=f"each has a part of its tokens ({self.title}), and they cannot be joined",
-                    fix="gather tensors or arrays that are per token, (rows, tokens), and make the texts or "
-                    "objects of what comes back",
-                )
 
     def _merge_leaf(self, lengths: frozenset[int], leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray) and has_numbers(leaf):
