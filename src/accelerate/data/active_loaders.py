@@ -25,7 +25,7 @@ class ActiveLoaders:
         self._living.add(self)
         self.run_pending: Callable[[], None] | None = None
         self._stack: list[ReferenceType[Any]] = []
-        self.clock = 0  # counts batches
+        self.clock: int = 0  # counts batches
         # Called with a loader that begins an epoch, or is requested for its next batch, before anything of
         # that is drawn or read.
         self.on_request: Callable[[Any], None] | None = None

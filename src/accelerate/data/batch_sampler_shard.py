@@ -67,7 +67,7 @@ class BatchSamplerShard(BatchSampler):
         self.unverified: DataLoader[Any] | None = None
         # The steps that a loader with its own iteration has taken the indices of, in order.
         self.taken_steps: deque[StepSampleIndices] = deque()
-        self.is_opened = False  # by such a loader
+        self.is_opened: bool = False  # by such a loader
         if split_batches:
             check_split(self.batch_size, num_processes)
 

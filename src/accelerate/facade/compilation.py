@@ -80,7 +80,7 @@ class TorchDynamoPlugin(KwargsHandler):
         ]
         self._overridden_options = list(report_overridden(loaded))
         # Whether there is anything to report of: nearly all runs compile nothing.
-        self.has_options = bool(self._requested_options or self._overridden_options)
+        self.has_options: bool = bool(self._requested_options or self._overridden_options)
 
     @property
     def is_enabled(self) -> bool:

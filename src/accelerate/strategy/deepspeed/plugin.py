@@ -51,7 +51,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         self._selected = False
         self.dschf: Any = None
         # Nobody gave gradient_accumulation_steps; 1 in the configuration is then no wish.
-        self.assumes_steps = False
+        self.assumes_steps: bool = False
         # By kind: what was written into the configuration here; any other False is the program's.
         self._written_precision: dict[str, Any] = {}
         # By kind: whether it was enabled before the last Accelerator, and since.
