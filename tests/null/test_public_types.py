@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from accelerate import Accelerator, cpu_offload, load_checkpoint_and_dispatch
-from accelerate.utils import broadcast, gather, pad_across_processes, reduce
+from accelerate.utils import broadcast, gather, pad_across_processes, reduce, wait_for_everyone
 
 dataset: Any = None
 
@@ -57,6 +57,7 @@ reveal_type(accelerator.pad_across_processes(tensor))  # Tensor
 reveal_type((gather(tensor), reduce(tree)))  # tuple[Tensor, dict[str, Tensor]]
 reveal_type((broadcast(tensor), pad_across_processes(tensor)))  # tuple[Tensor, Tensor]
 reveal_type((cpu_offload(net), load_checkpoint_and_dispatch(net, "folder")))  # tuple[Net, Net]
+reveal_type(wait_for_everyone())  # None
 reveal_type(accelerator.autocast_handler)  # AutocastKwargs | None
 reveal_type(accelerator.tensor_parallel_rank)  # int
 reveal_type(accelerator.sync_gradients)  # bool
@@ -109,7 +110,7 @@ def test_prepared_and_gathered_objects_keep_their_types(
     assert [each["message"] for each in said if each["severity"] == "error"] == []
     shown = {each["range"]["start"]["line"]: each["message"] for each in said}
     lines = {n: line.partition("  # ")[2] for n, line in enumerate(SCRIPT.splitlines()) if "  # " in line}
-    assert len(lines) == 22
+    assert len(lines) == 23
     assert {n: shown.get(n, "").partition(" is ")[2].strip('"') for n in lines} == lines
 
 

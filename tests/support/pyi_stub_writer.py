@@ -37,7 +37,7 @@ def _stub_path(module: str) -> Path:
 def _stub_text(names: PublicNames, module: str) -> str:
     is_complete = module in names.complete_modules
     shown = names.list_names(module) if is_complete else sorted(names.sources[module])
-    lines = [_declaration(names, module, name) for name in shown]
+    lines = [line for name in shown for line in _declaration(names, module, name)]
     if hasattr(importlib.import_module(module), "__version__"):
         lines.append("__version__: str")
     submodules = [name for name in names.list_submodules(module) if name not in shown]
@@ -54,17 +54,22 @@ def _stub_text(names: PublicNames, module: str) -> str:
     return "\n".join([HEADER.rstrip(), *(f"\n{group}" for group in groups if group)]) + "\n"
 
 
-def _declaration(names: PublicNames, module: str, name: str) -> str:
-    """Return the line of one name: an import from its source, or a declaration."""
+def _declaration(names: PublicNames, module: str, name: str) -> list[str]:
+    """Return the lines of one name: an import from its source, or a declaration.
+
+    Type checkers take an import for public only where it renames nothing: another name is assigned.
+    """
     owner = names.find_owner(module, name)
     assert owner is not None, name
     source = names.sources[owner][name]
     if isinstance(source, str):
         file, _, attribute = source.partition(":")
-        return f"from {names.package}.{file} import {attribute} as {name}"
+        source_line = f"from {names.package}.{file} import {attribute} as "
+        renamed = f"_source_of_{name}"
+        return [source_line + name] if attribute == name else [source_line + renamed, f"{name} = {renamed}"]
     if owner != module:
-        return f"from {owner} import {name} as {name}"
-    return _value_declaration(name, names.resolve(module, name))
+        return [f"from {owner} import {name} as {name}"]
+    return [_value_declaration(name, names.resolve(module, name))]
 
 
 def _value_declaration(name: str, value: Any) -> str:

@@ -35,7 +35,7 @@ from accelerate.cli.v1_launcher import prepare_simple_launcher_cmd_env as prepar
 from accelerate.cli.v1_launcher import prepare_tpu as prepare_tpu
 from accelerate.cli.v1_launcher import setup_fp8_env as setup_fp8_env
 from accelerate.core.argument_checks import KwargsHandler as KwargsHandler
-from accelerate.core.packages import OPERATIONS as STR_OPERATION_TO_FUNC
+from accelerate.core.packages import OPERATIONS as _source_of_STR_OPERATION_TO_FUNC
 from accelerate.core.packages import compare_versions as compare_versions
 from accelerate.core.packages import is_torch_version as is_torch_version
 from accelerate.core.units import convert_bytes as convert_bytes
@@ -45,9 +45,9 @@ from accelerate.core.value_types import EnumWithContains as EnumWithContains
 from accelerate.data.prepare import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate.facade.big_model_loading import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.facade.compilation import TorchDynamoPlugin as TorchDynamoPlugin
+from accelerate.facade.compilation import compile_regions as _source_of_compile_regions_deepspeed
+from accelerate.facade.compilation import compile_regions as _source_of_compile_regions_fsdp2
 from accelerate.facade.compilation import compile_regions as compile_regions
-from accelerate.facade.compilation import compile_regions as compile_regions_deepspeed
-from accelerate.facade.compilation import compile_regions as compile_regions_fsdp2
 from accelerate.facade.device_availability import check_cuda_fp8_capability as check_cuda_fp8_capability
 from accelerate.facade.device_availability import is_bf16_available as is_bf16_available
 from accelerate.facade.device_availability import (
@@ -81,13 +81,13 @@ from accelerate.facade.enums import LoggerType as LoggerType
 from accelerate.facade.enums import PrecisionType as PrecisionType
 from accelerate.facade.enums import RNGType as RNGType
 from accelerate.facade.enums import SageMakerDistributedType as SageMakerDistributedType
-from accelerate.facade.fsdp_checkpoint import get_model_state_dict as _get_model_state_dict
+from accelerate.facade.fsdp_checkpoint import get_model_state_dict as _source_of__get_model_state_dict
 from accelerate.facade.fsdp_checkpoint import load_fsdp_model as load_fsdp_model
 from accelerate.facade.fsdp_checkpoint import load_fsdp_optimizer as load_fsdp_optimizer
-from accelerate.facade.fsdp_checkpoint import prepare_sd_options as _prepare_sd_options
+from accelerate.facade.fsdp_checkpoint import prepare_sd_options as _source_of__prepare_sd_options
 from accelerate.facade.fsdp_checkpoint import save_fsdp_model as save_fsdp_model
 from accelerate.facade.fsdp_checkpoint import save_fsdp_optimizer as save_fsdp_optimizer
-from accelerate.facade.fsdp_checkpoint import set_model_state_dict as _set_model_state_dict
+from accelerate.facade.fsdp_checkpoint import set_model_state_dict as _source_of__set_model_state_dict
 from accelerate.facade.gradient_state import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accelerate.facade.launch_settings import DynamoBackend as DynamoBackend
 from accelerate.facade.module_queries import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
@@ -122,7 +122,7 @@ from accelerate.facade.v1_utilities import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
 from accelerate.facade.v1_utilities import get_pretty_name as get_pretty_name
-from accelerate.facade.v1_utilities import has_p2p_infiniband as check_cuda_p2p_ib_support
+from accelerate.facade.v1_utilities import has_p2p_infiniband as _source_of_check_cuda_p2p_ib_support
 from accelerate.facade.v1_utilities import install_xla as install_xla
 from accelerate.facade.v1_utilities import merge_dicts as merge_dicts
 from accelerate.facade.v1_utilities import parse_choice_from_env as parse_choice_from_env
@@ -142,7 +142,7 @@ from accelerate.offload.device_maps import fallback_allocate as fallback_allocat
 from accelerate.offload.device_maps import get_balanced_memory as get_balanced_memory
 from accelerate.offload.device_maps import get_max_memory as get_max_memory
 from accelerate.offload.device_maps import infer_auto_device_map as infer_auto_device_map
-from accelerate.offload.hooks import CASTABLE_LAYERS as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+from accelerate.offload.hooks import CASTABLE_LAYERS as _source_of_SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from accelerate.offload.module_sizes import _get_proper_dtype as _get_proper_dtype
 from accelerate.offload.module_sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from accelerate.offload.module_sizes import check_tied_parameters_in_config as check_tied_parameters_in_config
@@ -384,15 +384,15 @@ from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
 from accelerate.world.affinity import override_numa_affinity as override_numa_affinity
 from accelerate.world.affinity import set_numa_affinity as set_numa_affinity
 from accelerate.world.collective import DistributedOperationException as DistributedOperationException
-from accelerate.world.collective import barrier as wait_for_everyone
+from accelerate.world.collective import barrier as _source_of_wait_for_everyone
 from accelerate.world.collective import broadcast as broadcast
-from accelerate.world.collective import broadcast_from as _gpu_broadcast
+from accelerate.world.collective import broadcast_from as _source_of__gpu_broadcast
 from accelerate.world.collective import broadcast_object_list as broadcast_object_list
 from accelerate.world.collective import chained_operation as chained_operation
 from accelerate.world.collective import copy_tensor_to_devices as copy_tensor_to_devices
-from accelerate.world.collective import gather as _gpu_gather
+from accelerate.world.collective import gather as _source_of__gpu_gather
 from accelerate.world.collective import gather as gather
-from accelerate.world.collective import gather_object as _gpu_gather_object
+from accelerate.world.collective import gather_object as _source_of__gpu_gather_object
 from accelerate.world.collective import gather_object as gather_object
 from accelerate.world.collective import gather_tensor_shape as gather_tensor_shape
 from accelerate.world.collective import pad_across_processes as pad_across_processes
@@ -426,3 +426,16 @@ from accelerate.world.rng import set_seed as set_seed
 from accelerate.world.rng import synchronize_rng_state as synchronize_rng_state
 from accelerate.world.rng import synchronize_rng_states as synchronize_rng_states
 from accelerate.world.world import InitProcessGroupKwargs as InitProcessGroupKwargs
+
+STR_OPERATION_TO_FUNC = _source_of_STR_OPERATION_TO_FUNC
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = _source_of_SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+_get_model_state_dict = _source_of__get_model_state_dict
+_gpu_broadcast = _source_of__gpu_broadcast
+_gpu_gather = _source_of__gpu_gather
+_gpu_gather_object = _source_of__gpu_gather_object
+_prepare_sd_options = _source_of__prepare_sd_options
+_set_model_state_dict = _source_of__set_model_state_dict
+check_cuda_p2p_ib_support = _source_of_check_cuda_p2p_ib_support
+compile_regions_deepspeed = _source_of_compile_regions_deepspeed
+compile_regions_fsdp2 = _source_of_compile_regions_fsdp2
+wait_for_everyone = _source_of_wait_for_everyone

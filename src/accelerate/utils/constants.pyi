@@ -14,8 +14,8 @@ from accelerate.checkpoint.layout import SCHEDULER_NAME as SCHEDULER_NAME
 from accelerate.checkpoint.layout import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accelerate.checkpoint.layout import WEIGHTS_NAME as WEIGHTS_NAME
 from accelerate.checkpoint.layout import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
-from accelerate.core.packages import OPERATIONS as STR_OPERATION_TO_FUNC
-from accelerate.offload.hooks import CASTABLE_LAYERS as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+from accelerate.core.packages import OPERATIONS as _source_of_STR_OPERATION_TO_FUNC
+from accelerate.offload.hooks import CASTABLE_LAYERS as _source_of_SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from accelerate.watch.profile import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
 from typing import Any
 
@@ -40,6 +40,8 @@ SAGEMAKER_PARALLEL_EC2_INSTANCES: list[str]
 SAGEMAKER_PYTHON_VERSION: str
 SAGEMAKER_PYTORCH_VERSION: str
 SAGEMAKER_TRANSFORMERS_VERSION: str
+STR_OPERATION_TO_FUNC = _source_of_STR_OPERATION_TO_FUNC
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = _source_of_SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 TORCH_DISTRIBUTED_OPERATION_TYPES: list[str]
 TORCH_DYNAMO_MODES: list[str]
 TORCH_LAUNCH_PARAMS: list[str]

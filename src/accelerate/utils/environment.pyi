@@ -11,7 +11,7 @@ from accelerate.facade.v1_utilities import get_current_device_type as get_curren
 from accelerate.facade.v1_utilities import get_driver_version as get_driver_version
 from accelerate.facade.v1_utilities import get_gpu_info as get_gpu_info
 from accelerate.facade.v1_utilities import get_int_from_env as get_int_from_env
-from accelerate.facade.v1_utilities import has_p2p_infiniband as check_cuda_p2p_ib_support
+from accelerate.facade.v1_utilities import has_p2p_infiniband as _source_of_check_cuda_p2p_ib_support
 from accelerate.facade.v1_utilities import parse_choice_from_env as parse_choice_from_env
 from accelerate.facade.v1_utilities import parse_flag_from_env as parse_flag_from_env
 from accelerate.facade.v1_utilities import patch_environment as patch_environment
@@ -20,5 +20,7 @@ from accelerate.facade.v1_utilities import str_to_bool as str_to_bool
 from accelerate.world.affinity import override_numa_affinity as override_numa_affinity
 from accelerate.world.affinity import set_numa_affinity as set_numa_affinity
 from typing import Any
+
+check_cuda_p2p_ib_support = _source_of_check_cuda_p2p_ib_support
 
 def __getattr__(name: str) -> Any: ...

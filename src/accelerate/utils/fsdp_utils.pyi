@@ -2,13 +2,13 @@
 # ruff: noqa
 
 from accelerate.checkpoint.weight_files import merge_fsdp_weights as merge_fsdp_weights
-from accelerate.facade.fsdp_checkpoint import get_model_state_dict as _get_model_state_dict
+from accelerate.facade.fsdp_checkpoint import get_model_state_dict as _source_of__get_model_state_dict
 from accelerate.facade.fsdp_checkpoint import load_fsdp_model as load_fsdp_model
 from accelerate.facade.fsdp_checkpoint import load_fsdp_optimizer as load_fsdp_optimizer
-from accelerate.facade.fsdp_checkpoint import prepare_sd_options as _prepare_sd_options
+from accelerate.facade.fsdp_checkpoint import prepare_sd_options as _source_of__prepare_sd_options
 from accelerate.facade.fsdp_checkpoint import save_fsdp_model as save_fsdp_model
 from accelerate.facade.fsdp_checkpoint import save_fsdp_optimizer as save_fsdp_optimizer
-from accelerate.facade.fsdp_checkpoint import set_model_state_dict as _set_model_state_dict
+from accelerate.facade.fsdp_checkpoint import set_model_state_dict as _source_of__set_model_state_dict
 from accelerate.strategy.sharding.fsdp_utils import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
 )
@@ -30,6 +30,9 @@ from accelerate.strategy.sharding.fsdp_utils import get_fsdp2_grad_scaler as get
 from accelerate.strategy.sharding.fsdp_utils import get_parameters_from_modules as get_parameters_from_modules
 from typing import Any
 
+_get_model_state_dict = _source_of__get_model_state_dict
+_prepare_sd_options = _source_of__prepare_sd_options
+_set_model_state_dict = _source_of__set_model_state_dict
 logger: Any
 
 def __getattr__(name: str) -> Any: ...

@@ -7,13 +7,13 @@ from accelerate.facade.module_queries import TENSOR_TYPE_TO_INT as TENSOR_TYPE_T
 from accelerate.strategy.deepspeed.strategy import GatheredParameters as GatheredParameters
 from accelerate.world.collective import DistributedOperationException as DistributedOperationException
 from accelerate.world.collective import broadcast as broadcast
-from accelerate.world.collective import broadcast_from as _gpu_broadcast
+from accelerate.world.collective import broadcast_from as _source_of__gpu_broadcast
 from accelerate.world.collective import broadcast_object_list as broadcast_object_list
 from accelerate.world.collective import chained_operation as chained_operation
 from accelerate.world.collective import copy_tensor_to_devices as copy_tensor_to_devices
-from accelerate.world.collective import gather as _gpu_gather
+from accelerate.world.collective import gather as _source_of__gpu_gather
 from accelerate.world.collective import gather as gather
-from accelerate.world.collective import gather_object as _gpu_gather_object
+from accelerate.world.collective import gather_object as _source_of__gpu_gather_object
 from accelerate.world.collective import gather_object as gather_object
 from accelerate.world.collective import gather_tensor_shape as gather_tensor_shape
 from accelerate.world.collective import pad_across_processes as pad_across_processes
@@ -40,5 +40,9 @@ from accelerate.world.local_tensor_trees import recursively_apply as recursively
 from accelerate.world.local_tensor_trees import send_to_device as send_to_device
 from accelerate.world.local_tensor_trees import slice_tensors as slice_tensors
 from typing import Any
+
+_gpu_broadcast = _source_of__gpu_broadcast
+_gpu_gather = _source_of__gpu_gather
+_gpu_gather_object = _source_of__gpu_gather_object
 
 def __getattr__(name: str) -> Any: ...
