@@ -18,7 +18,6 @@ from accelerate.utils import is_deepspeed_available
 from tests.clients.probe import run_jobs_on_ranks
 from tests.clients.record import launch, versions
 from tests.support import launch_plans
-from tests.support.environment import ROOT
 from tests.support.long_run import LONG_RUN, long_run_param
 from tests.support.ranks import NO_LAUNCHER, RankServer
 
@@ -160,7 +159,6 @@ def test_sequences_that_two_processes_share_train_as_alone(ranks: RankServer) ->
     check_shared_jobs(ranks, "tests.clients.trainer_sequences", "keys", "keys_in_windows", *heads)
 
 
-LINES = "import accelerate.utils\nimport sentence_transformers"
 SENTENCE_TRAINING = """
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
@@ -182,22 +180,11 @@ assert trainer.train().global_step == 2
 """
 
 
-def lines_of(page: str) -> str:
-    """The lines on a page of the documentation that let sentence-transformers train."""
-    (lines,) = re.findall(rf"^```py\n({LINES}.*?)^```$", (ROOT / f"docs/{page}.md").read_text(), re.M | re.S)
-    return lines
-
-
-def test_two_pages_have_the_lines_for_sentence_transformers() -> None:
-    assert lines_of("coming") == lines_of("troubleshooting")
-
-
 @pytest.mark.skipif(not LONG_RUN, reason="runs in `make test-all`")
-def test_sentence_transformers_trains_after_the_lines_of_the_docs(tmp_path: Path) -> None:
-    """It looks for the home page of another project in the metadata of the package."""
+def test_sentence_transformers_trains(tmp_path: Path) -> None:
+    """It trains only where the home page in the metadata of ``accelerate`` names huggingface: setup.py."""
     pytest.importorskip("sentence_transformers")
-    for start, expected in (("", 1), (lines_of("coming"), 0)):
-        done = subprocess.run(
-            [HERE, "-c", start + SENTENCE_TRAINING], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == expected, done.stderr
+    done = subprocess.run(
+        [HERE, "-c", SENTENCE_TRAINING], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

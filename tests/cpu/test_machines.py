@@ -73,7 +73,9 @@ def test_two_hosts_are_one_world(named: bool) -> None:
     for rank, result in enumerate(results):
         assert result.returncode == 0, result.output
         assert result.stdout == f"rank {rank} on {NAMES[rank]} sees 3\n"
-        assert "accelerate launch" not in result.stderr
+        # On a busy machine the launcher may say that it waits for the other host, and nothing else.
+        printed = [line for line in result.stderr.splitlines() if "accelerate launch" in line]
+        assert all("waiting for the other machines" in line for line in printed)
 
 
 # An accelerator's ranks, as srun or mpirun start them: no launcher has told them of an interface.
