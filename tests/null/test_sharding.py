@@ -790,11 +790,12 @@ def test_data_that_pick_by_the_rank_alone_must_be_explained() -> None:
         length_of_two(IndexingByRank())
 
 
-def test_code_without_a_source_that_has_both_numbers_is_taken_for_sharded() -> None:
-    """Functions typed into an interpreter cannot be read."""
+@pytest.mark.parametrize("file", ["<string>", __file__])
+def test_code_without_a_source_that_has_both_numbers_is_taken_for_sharded(file: str) -> None:
+    """Functions typed into an interpreter cannot be read; the lines at their place may be of other code."""
     source = "def __getitem__(self, index):\n    return print(get_rank(), get_world_size())"
     names: dict[str, Any] = {}
-    exec(source, names)
+    exec(compile(source, file, "exec"), names)
     typed = type("Typed", (PrintingRank,), {"__getitem__": names["__getitem__"]})
     assert length_of_two(typed()) == 8
 

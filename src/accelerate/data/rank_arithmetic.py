@@ -177,9 +177,13 @@ def _names_any(function: types.FunctionType, names: frozenset[str]) -> bool:
 
 def _parse(function: types.FunctionType) -> ast.AST | None:
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError):  # a function typed into an interpreter, or a part of a line
         return None
+    # From Python 3.13 on, code of exec() under `python -c` has that command for its source.
+    name = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_name", "<lambda>")
+    is_its_own = name == "<lambda>" or any(getattr(node, "name", None) == name for node in ast.walk(tree))
+    return tree if is_its_own else None
 
 
 def _with_helpers(functions: Iterable[Any], depth: int) -> list[types.FunctionType]:
