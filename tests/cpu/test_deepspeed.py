@@ -427,6 +427,32 @@ def omitted_steps() -> None:
     same_losses(train_without_step(1, "evaluate", "3")[0])
 
 
+def windows_marked_by_hand() -> None:
+    """``sync_gradients`` that a program assigns ends a window; after the first, ``backward`` takes the steps.
+
+    LlamaFactory trains so, and reads the norm of DeepSpeed's engine after each window.
+    """
+    accelerator, model, _ = engine(ASKED["2"] | {"gradient_clipping": 0.5}, 2)
+    losses, norms = [], []
+
+    def train() -> None:
+        for number, words in enumerate(batches(4), 1):
+            loss = loss_of(model, share(words, accelerator.process_index, accelerator.num_processes))
+            accelerator.sync_gradients = number % 2 == 0
+            accelerator.backward(loss)
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            norms.append(accelerator.deepspeed_engine_wrapped.get_global_grad_norm())
+
+    with pytest.warns(UserWarning, match="never called"):
+        train()
+    plain = alone(2, steps=4)
+    same_losses({"losses": losses}, 2)
+    assert norms[-1] == pytest.approx(plain["norms"][-1], rel=1e-4)
+    weights = accelerator.get_state_dict(model)
+    for name, value in plain["weights"].items() if accelerator.is_main_process else ():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-5, msg=name)
+
+
 def omitted_step_before_a_save(folder: str) -> None:
     """The checkpoint has the step that no call has taken yet; weights that are only read have not."""
     accelerator, model, _ = engine(ASKED["2"])
@@ -439,9 +465,9 @@ def omitted_step_before_a_save(folder: str) -> None:
     assert not torch.equal(model.module.embed.weight, tiny().embed.weight)
     assert not list(Path(folder, "omitted").glob("open_gradients*"))
     # A program may save by DeepSpeed itself, or by one process; a frozen reference runs in between.
-    accelerator, model, _ = engine(ASKED["2"])
     mine = share(next(batches(1)), accelerator.process_index, 2)
-    for save in model.save_checkpoint, model.save_16bit_model, lambda _: accelerator.wait_for_everyone():
+    for name in "save_checkpoint", "save_16bit_model", "":
+        accelerator, model, _ = engine(ASKED["2"])
         before = model.module.embed.weight.clone()
         accelerator.backward(loss_of(model, mine))
         model.module.layers.requires_grad_(False)
@@ -449,7 +475,7 @@ def omitted_step_before_a_save(folder: str) -> None:
             loss_of(model, mine)
         model.module.layers.requires_grad_(True)
         assert torch.equal(model.module.embed.weight, before)
-        save(f"{folder}/by_engine")
+        getattr(model, name)(f"{folder}/by_engine") if name else accelerator.wait_for_everyone()
         assert not torch.equal(model.module.embed.weight, before)
     accelerator.backward(loss_of(model, mine))
     model.load_checkpoint(f"{folder}/by_engine")
@@ -889,7 +915,7 @@ def another_limit() -> None:
 
 
 USES = (
-    *(omitted_steps, accumulate_by_hand, step_without_backward, zero_grad_first),
+    *(omitted_steps, windows_marked_by_hand, accumulate_by_hand, step_without_backward, zero_grad_first),
     *(bf16, float32_inputs, windows, drop_gradients, two_models, two_accelerators, reference_model, apart),
     *(prepare_again, engine_of_the_accelerator, engine_wrappers_of_a_program, stand_ins),
     *(configured_optimizer, total_of_a_schedule, refused_case, another_limit),

@@ -51,7 +51,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             return
         super().zero_grad(set_to_none)
 
-    def _waiting_backwards(self, models: Sequence[Any] | None = None) -> int:
+    def _waiting_backwards(self, models: Sequence[Any] | None = None) -> float:
         """Return how many backwards of ``models`` wait for a step, if no ``step`` was ever called."""
         strategy: Any = self._strategy
         if strategy is None or not self.gradient_state.sync_gradients:
@@ -71,6 +71,9 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         if self._omits_step(models):
             self.warn_of_omitted_step(f"it is taken now, at {signal}")
             super().step()
+            # Nothing of the program comes between a backward and its step, which need not wait from now on.
+            strategy: Any = self._strategy
+            self.steps_in_backward = not strategy.has_read_norm(self.optimizer)
 
     def _take_step_before_use(self, use: str) -> None:
         # A micro-batch of accumulate() may have several forwards.

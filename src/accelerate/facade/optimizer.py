@@ -66,6 +66,7 @@ class AcceleratedOptimizer(Optimizer):
 
     Attributes:
         fuses_backward: it updates weights during ``Accelerator.lomo_backward``, and does not step.
+        steps_in_backward: its steps, which the program leaves out, are taken in ``Accelerator.backward``.
         host_copies: host copies of parameters, by parameter, if it steps these; its own hooks copy each
             gradient during the backward.
 
@@ -79,6 +80,7 @@ class AcceleratedOptimizer(Optimizer):
     device_placement: bool
     gradient_state: GradientState
     fuses_backward: bool
+    steps_in_backward: bool = False
     # That of a fused optimizer is True, at which torch's scaler sets the scale and the overflow as attributes
     # of what it is given: this wrapper, where the inner step does not read them.
     _step_supports_amp_scaling = False

@@ -131,6 +131,10 @@ class TrainLoop:
             if self.precision.scales_loss and not strategy.owns_step:
                 loss = self.precision.scale(loss, None if "inputs" in kwargs else strategy.reached_params)
             strategy.backward(loss, sync_gradients=gradients.sync_gradients, **kwargs)
+            if self.engine is not None:
+                for optimizer in optimizers:
+                    if optimizer.steps_in_backward:
+                        optimizer.take_omitted_step("accelerator.backward(loss)")
         except (RuntimeError, AttributeError, TypeError, ValueError):
             _check_loss(loss, kwargs)
             raise

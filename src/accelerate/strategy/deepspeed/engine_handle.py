@@ -109,6 +109,7 @@ class EngineHandle:
             PrepareError: it comes after a complete one, and the gradients of both cannot be added up.
         """
         self.omitted_steps.pause()
+        is_open = self.has_gradients and not self.window_complete
         if self.has_gradients and self.window_complete:
             self.reduced = reduced_gradients.take_reduced(self.engine_optimizer)
         reduced_gradients.begin_backward(self.engine_optimizer)
@@ -123,7 +124,7 @@ class EngineHandle:
             reduced_gradients.add_reduced(self.engine_optimizer, self.reduced)
             self.reduced = {}
         if complete:
-            self.omitted_steps.note_complete_backward()
+            self.omitted_steps.note_complete_backward(ends_window=is_open)
 
     def step(self) -> None:
         """Take the step, and clear gradients.
@@ -224,6 +225,7 @@ class EngineHandle:
         if not self.has_gradients:
             last = self.engine.get_global_grad_norm()
             return torch.as_tensor(0.0 if last is None else last, dtype=torch.float32)
+        self.omitted_steps.has_read_norm = True
         if hasattr(inner, "scaled_global_norm"):
             inner._wait_for_offload_copies() if hasattr(inner, "_wait_for_offload_copies") else None
             norm = inner.scaled_global_norm()

@@ -21,24 +21,28 @@ class OmittedStepWatch:
         owner: a weak reference to the function that takes a step which is left out; its argument names the
             call that shows it.
         backwards: the number of complete backwards since gradients were used or cleared.
+        ends_window: one of them came after a backward that the program had declared incomplete.
+        has_read_norm: the program has asked for the norm of gradients, after a backward: it may clip them.
         is_over: the program has called ``optimizer.step()``, and leaves no step out.
     """
 
     def __init__(self, engine: Any, is_frozen: Callable[[], bool]) -> None:
         self.module: nn.Module = engine.module
         self.owner: Callable[[], Callable[[str], None] | None] = lambda: None
-        self.backwards, self.is_over = 0, False
+        self.backwards, self.ends_window = 0, False
+        self.has_read_norm, self.is_over = False, False
         self._is_frozen, self._hook = is_frozen, None
         # A load would otherwise be followed by a step with gradients of the weights before it.
         for name in ("save_checkpoint", "save_16bit_model", "load_checkpoint"):
             setattr(engine, name, self._offer_before(getattr(engine, name)))
 
-    def note_complete_backward(self) -> None:
+    def note_complete_backward(self, *, ends_window: bool) -> None:
         """Count a complete backward, and watch for a forward.
 
         Not during a backward, in which a checkpointed forward runs again.
         """
         self.backwards += 1
+        self.ends_window |= ends_window
         if self.is_over:
             return
 
@@ -63,7 +67,7 @@ class OmittedStepWatch:
     def reset(self) -> None:
         """Forget the backwards, whose gradients were used or cleared."""
         self.pause()
-        self.backwards = 0
+        self.backwards, self.ends_window = 0, False
 
     def _offer(self, signal: str) -> None:
         if (take_step := self.owner()) is not None:

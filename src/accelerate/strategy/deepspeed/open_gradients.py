@@ -13,6 +13,7 @@ and ``bf16_optimizer.py``:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,10 @@ class DeepSpeedOpenGradients(OpenGradients):
         handle = self.engines.find_by_optimizer(optimizer)
         return handle is not None and handle.has_gradients and not handle.window_complete
 
-    def waiting_backwards(self, optimizer: Any, models: Sequence[Any] | None = None) -> int:
+    def waiting_backwards(self, optimizer: Any, models: Sequence[Any] | None = None) -> float:
         """Return the number of complete backwards that wait for a step which the program leaves out.
+
+        Infinity where the program itself has told which backward of a window is its last.
 
         Args:
             optimizer: the user's.
@@ -65,7 +68,14 @@ class DeepSpeedOpenGradients(OpenGradients):
         if not handle.has_gradients or not handle.window_complete:
             return 0
         is_named = models is None or any(self.engines.find(model) is handle for model in models)
-        return handle.omitted_steps.backwards if is_named else 0
+        if not is_named:
+            return 0
+        return math.inf if handle.omitted_steps.ends_window else handle.omitted_steps.backwards
+
+    def has_read_norm(self, optimizer: Any) -> bool:
+        """Return whether the program has asked for the norm of its gradients between backward and step."""
+        handle = self.engines.find_by_optimizer(optimizer)
+        return handle is not None and handle.omitted_steps.has_read_norm
 
     @property
     def has_readable_gradients(self) -> bool:
