@@ -207,6 +207,16 @@ def test_the_cpu_computes_a_model_with_a_block_larger_than_every_accelerator(bud
     assert len(warned) == len(budgets)
 
 
+@pytest.mark.parametrize(("budgets", "home"), [({0: 100}, "cpu"), ({0: 100, 1: 1000}, 1)])
+def test_first_modules_without_weights_name_the_device_where_inputs_are(budgets, home):
+    """QwenImage of diffusers begins with such embeddings: the map names 0, so the rest is hooked."""
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4), nn.Linear(4, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        placement = infer_auto_device_map(model, {**budgets, "cpu": 1000}, no_split_module_classes=["Linear"])
+    assert placement == {"0": 0, "1": home, "2": home}
+
+
 def random_module(chance: random.Random, depth: int, pool: list[nn.Parameter]) -> nn.Module:
     """Modules with scalars, buffers of both kinds, and parameters that others have too."""
     module = nn.Linear(chance.randint(1, 4), 2) if chance.random() < 0.3 else nn.Module()

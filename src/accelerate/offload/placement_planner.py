@@ -115,10 +115,10 @@ def _checked_budgets(
 
 
 def _unit_homes(search: PlacementSearch, trial: CandidatePlacement) -> dict[str, Device]:
-    """Map each unit to its device. A unit without bytes goes where the one before or after it is."""
+    """Map each unit to its device. One without bytes follows the one before; the first is where inputs go."""
     sized = [home for home in trial.homes if home is not None]
     idle = next(iter(device for device, limit in search.limits.items() if limit > 0))
-    last = sized[0] if sized else idle
+    last = [*trial.computing_devices, *sized, idle][0]
     homes: dict[str, Device] = {}
     for group, home in zip(search.groups, trial.homes, strict=True):
         last = last if home is None else home
@@ -239,10 +239,15 @@ class PlacementSearch:
         return candidate or self._place_on_host()
 
     def _find_with_offload(self, *, fill: bool) -> CandidatePlacement | None:
-        """Try each accelerator as the executor of offloaded groups; it must also hold a group itself."""
+        """Try each accelerator as the executor of offloaded groups; it must also hold a group itself.
+
+        A first group without bytes will do, with room for the largest block.
+        """
+        has_idle_start = bool(self.groups) and not self.groups[0].size + self.groups[0].cache
         for number, device in enumerate(self.accelerators):
             trial = self._fill_with_pinned(self.accelerators[number:], device, fill=fill)
-            if trial.unplaced is None and device in trial.homes:
+            fits = has_idle_start and self.largest_from[0] + trial.pinned <= self.room[device]
+            if trial.unplaced is None and (fits or device in trial.homes):
                 return trial
         return None
 
