@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -201,6 +202,14 @@ def test_parameters_by_name_for_programs_that_send_them_elsewhere() -> None:
     named = accelerator._get_named_parameters(prepared, optimizer)
     assert named == {"weight": model.weight, "bias": model.bias}
     assert accelerator._get_named_parameters(prepared, drop_refs=True)["bias"] == model.bias.data_ptr()
+
+
+def test_parameters_by_name_without_an_accelerator() -> None:
+    """Tests of axolotl 0.19 call the method on a stand-in."""
+    stand_in: Any = SimpleNamespace(fp8_backend=None)
+    model = nn.Linear(3, 1)
+    named = Accelerator._get_named_parameters(stand_in, model, drop_refs=True)
+    assert named == {"weight": model.weight.data_ptr(), "bias": model.bias.data_ptr()}
 
 
 def test_a_program_with_a_step_of_its_own_says_when_it_is_skipped(

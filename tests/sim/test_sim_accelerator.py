@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
+from accelerate import Accelerator, dispatch_model
 from accelerate.utils import GradScalerKwargs, find_executable_batch_size, set_seed
 from tests.support import launch_plans, sim
 from tests.support.command import launch
@@ -71,6 +71,21 @@ def accelerated(batch_size: int = 8, **options: Any) -> tuple[Accelerator, Weigh
 
 
 # ------------------------------------------------------------------------------------- one process
+
+
+def test_a_model_loaded_by_a_map_of_one_device_goes_to_the_accelerator() -> None:
+    """``from_pretrained(device_map="cpu")`` leaves such a map; quantized models stay where it says."""
+    accelerator = Accelerator()
+    model: Any = dispatch_model(network(), {"": "cpu"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert model(torch.ones(1, 8, device=accelerator.device)).device == accelerator.device
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    hooked = dispatch_model(network(), {"": "sim:1"}, force_hooks=True)
+    assert accelerator.prepare_model(hooked)[0].weight.device == torch.device("sim:1")
+    quantized: Any = dispatch_model(network(), {"": "cpu"})
+    quantized.is_loaded_in_4bit = True
+    assert accelerator.prepare_model(quantized, evaluation_mode=True)[0].weight.device.type == "cpu"
 
 
 def test_one_process_trains_on_the_first_device_to_the_numbers_of_the_cpu() -> None:

@@ -32,6 +32,7 @@ from accelerate.facade.optimizer import AcceleratedOptimizer, agree_on_optimizer
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.offload.quantization.base import check_adapters, check_trainable, quantized_models
+from accelerate.offload.quantization.base import keeps_placement as keeps_placement
 from accelerate.strategy.base import (
     BatchPlacement,
     DataSharding,
@@ -214,6 +215,7 @@ class Preparer:
                         fix="load it without device_map, or start one process",
                     )
                 bundle.place_on_device[index] = False
+            bundle.place_on_device[index] &= not (hasattr(model, "hf_device_map") and keeps_placement(model))
             check_trainable(
                 model,
                 several=world.size > 1,
@@ -504,10 +506,9 @@ def _placed_bytes(models: list[nn.Module], device: torch.device) -> tuple[int, i
 def _place_models(bundle: PrepareBundle, device: torch.device) -> None:
     """Move the models, and keep the optimizers on their parameters."""
     for index in bundle.positions("model"):
-        model = bundle.objects[index]
-        if not bundle.place_on_device[index] or hasattr(model, "hf_device_map"):
+        if not bundle.place_on_device[index]:
             continue
-        renewed = _move_model(model, device)
+        renewed = _move_model(bundle.objects[index], device)
         for optimizer in bundle.objects_of("optimizer"):
             move_optimizer(optimizer, renewed, device)
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.core.value_types import CustomDtype
+from accelerate.offload.dispatch_hook import hook_of
 from accelerate.offload.module_sizes import find_tied_parameters
 from accelerate.offload.offloaded_tensor import OffloadedTensor
 
@@ -226,6 +227,15 @@ quantized_models: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictiona
 def record_trainable(model: nn.Module) -> None:
     """Note which parameters of a model that was just quantized require gradients."""
     quantized_models[model] = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+
+
+def keeps_placement(model: nn.Module) -> bool:
+    """Return True for a dispatched model, with hooks on it or in 8 or 4 bits, that must not be moved.
+
+    One whose device map only says where it was loaded (``from_pretrained(device_map="cpu")``) is moved.
+    """
+    quantized = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (8, 4))
+    return quantized or hook_of(model) is not None
 
 
 def check_trainable(

@@ -220,7 +220,7 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor, ParamReplacemen
 
     def _move_to_device(self, bundle: PrepareBundle) -> None:
         for index in bundle.positions("model"):
-            if bundle.place_on_device[index] and not hasattr(bundle.objects[index], "hf_device_map"):
+            if bundle.place_on_device[index]:
                 bundle.objects[index].to(self.world.device)
 
     @abstractmethod
