@@ -449,11 +449,18 @@ def attach_hooks(
 
 
 def show_resident_hooks(model: nn.Module, options: DispatchOptions) -> None:
-    """Set the hooks that clients look for where offloaded weights are used in place; none is called."""
+    """Set the hooks that clients look for where offloaded weights are used in place; none is called.
+
+    modelopt replaces ``_old_forward`` of a module with a hook, and leaves its ``forward``.
+    """
     for name, module in model.named_modules():
         if not name or has_own_tensors(module):
             hook = DispatchHook(options.main_device, skip_keys=options.skip_keys, root=not name)
             show_hook(module, hook)
+            if module._hf_hook is hook and is_callable(module):
+                module.forward = functools.update_wrapper(
+                    InnerForward(_call_old_forward, module), module._old_forward
+                )
 
 
 def _modules_around_blocks(modules: dict[str, nn.Module], blocks: dict[str, WeightBlock]) -> set[str]:
@@ -516,6 +523,11 @@ def attach_inner_hook(module: Any, hook: DispatchHook) -> None:
     if attributes_of(module).get("_hf_hook") is not hook or not is_callable(module):
         return
     module.forward = functools.update_wrapper(InnerForward(_inner_forward, module), module._old_forward)
+
+
+def _call_old_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward that a program may have replaced. It is read each time."""
+    return module._old_forward(*args, **kwargs)
 
 
 def _inner_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
