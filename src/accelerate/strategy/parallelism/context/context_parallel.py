@@ -8,7 +8,7 @@ each range of its tokens over the keys up to its end: no mask is made, and all p
 of its queries over them, by a kernel that also returns the logsumexp, so that what comes next can be merged;
 gradients of keys go around once more. torch's template of that takes any such kernel. Its own table of them,
 which it asks through DTensor, has none of the host's; so the kernels are named here, and the template is
-called directly.
+called directly. What these kernels cannot compute, such as a call with a mask, is all-gathered.
 
 Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv:2310.01889).
 """
@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -29,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 
-from accelerate.core.errors import PrepareError, SettingError
+from accelerate.core.errors import SettingError, warn_user
 from accelerate.strategy.base import PrepareBundle, PrepareStep
 from accelerate.strategy.parallelism.context.attention import (
     AttentionCall,
@@ -139,43 +140,61 @@ def _has_ring_template() -> bool:
     )
 
 
-class RingAttention(SequenceShardedAttention):
-    """Attention in which keys and values go around a ring."""
-
-    def globalize_mask(self, mask: torch.Tensor, own: int, keys: int) -> torch.Tensor:
-        """Refuse masks, which the kernels of a ring do not take.
-
-        Raises:
-            PrepareError: always.
-        """
-        raise _unsupported_error(
-            f"an attention mask, {tuple(mask.shape)}",
-            "padding, windows and documents in a row need one, and its kernels take none",
-        )
-
-    def select_mask_rows(self, mask: torch.Tensor, own: int) -> torch.Tensor:
-        """Return the mask; never called, since masks are refused."""
-        return mask
+class AllGatherAttention(SequenceShardedAttention):
+    """Attention that all-gathers keys and values."""
 
     def compute_attention(self, call: AttentionCall) -> torch.Tensor:
-        """Compute attention of local queries over all keys, one process's after another's.
+        """Compute attention of local queries over all keys, range by range where it is causal."""
+        keys, values = self._gather_keys_values(call.key, call.value)
+        if not call.causal:
+            return call.run_kernel(call.query, keys, values, call.mask)
+        done = 0
+        results: list[torch.Tensor] = []
+        for start, stop in self.query_ranges(call.query.shape[-2]):
+            part = call.query.narrow(-2, done, stop - start)
+            bias = causal_lower_right(stop - start, stop)
+            results.append(call.run_kernel(part, keys[..., :stop, :], values[..., :stop, :], bias))
+            done += stop - start
+        return torch.cat(results, -2) if len(results) > 1 else results[0]
 
-        Raises:
-            PrepareError: its kernels do not take it.
-        """
-        if call.dropout:
-            raise _unsupported_error(
-                f"dropout_p={call.dropout}",
-                "its gradient would use the random numbers of the last block only",
+    def select_mask_rows(self, mask: torch.Tensor, own: int) -> torch.Tensor:
+        """Select the rows of the local queries."""
+        if mask.shape[-2] == own:
+            return mask
+        return torch.cat([mask[..., start:stop, :] for start, stop in self.query_ranges(own)], -2)
+
+    def _gather_keys_values(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All-gather keys and values, in sequence order; in one collective where they have one shape."""
+        if key.shape == value.shape and key.dtype == value.dtype:
+            both = join_shards(
+                all_gather_with_grad(torch.stack((key, value)), self.size, self.group), -2, self.balanced
             )
+            return both[0], both[1]
+        gathered = (all_gather_with_grad(part.contiguous(), self.size, self.group) for part in (key, value))
+        keys, values = (join_shards(parts, -2, self.balanced) for parts in gathered)
+        return keys, values
+
+
+class RingAttention(AllGatherAttention):
+    """Attention whose keys and values go around a ring, or are all-gathered where its kernels cannot."""
+
+    def compute_attention(self, call: AttentionCall) -> torch.Tensor:
+        """Compute attention of local queries over all keys, one process's after another's."""
         # Zeros behind each vector change no product of two.
         query, key, value = (
             _pad_to_multiple(_as_four_dims(p), _WIDTH_MULTIPLE, 3) for p in (call.query, call.key, call.value)
         )
+        kernel = self._kernel(query, key, value, call)
+        if isinstance(kernel, str):
+            if not torch.compiler.is_compiling():
+                _warn_of_all_gather(kernel)
+            return super().compute_attention(call)
         width, scale = call.query.shape[-1], call.extra_kwargs.get("scale")
         ring_call = _RingCall(
             self.group,
-            self._kernel(query, key, value, call),
+            kernel,
             call.causal,
             # Parts are balanced where the length allows it (see ``runs``); otherwise order is not asked for.
             call.causal and self.balanced and query.shape[_TOKEN_DIM] % 2 == 0,
@@ -186,30 +205,34 @@ class RingAttention(SequenceShardedAttention):
 
     def _kernel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
-    ) -> AttentionKernel:
-        """Return the kernel that torch would select for these tensors."""
+    ) -> AttentionKernel | str:
+        """Return the kernel that torch would select for these tensors, or why no ring can be made of it."""
+        if call.mask is not None:
+            return "its kernels take no attention mask, which padding, windows and documents in a row need"
+        if call.dropout:
+            return "the gradient of dropout would use the random numbers of the last block only"
         widths = {call.query.shape[-1], call.key.shape[-1], call.value.shape[-1]}
         rows = {query.shape[0], key.shape[0], value.shape[0]}
         if len(widths) + len(rows) > 2 or key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
-            shapes = ", ".join(str(tuple(part.shape)) for part in (call.query, call.key, call.value))
-            raise _unsupported_error(
-                f"queries, keys and values of {shapes}", "its kernels take equal rows and widths"
-            )
+            return "its kernels take queries, keys and values of equal rows and widths"
         key, value = _repeat_heads(query, key, value)
         chosen: Any = SDPBackend(torch.ops.aten._fused_sdp_choice(query, key, value, None, 0.0, call.causal))
         kind = query.device.type
         for kernel in KERNELS:
             if kernel.kind == chosen and kernel.runs_on(kind):
                 return kernel
-        raise _unsupported_error(
-            f"queries of {query.dtype} and width {call.query.shape[-1]} on {kind}",
-            f"for these torch takes {chosen.name}, which does not tell the sums that are merged",
+        return (
+            f"for {query.dtype} of width {call.query.shape[-1]} on {kind} torch takes {chosen.name}, which "
+            "does not return the logsumexp that blocks are merged by"
         )
 
 
-def _unsupported_error(what: str, why: str) -> PrepareError:
-    return PrepareError(
-        f"{what}, with cp_comm_strategy='alltoall'", why=f"keys go around a ring: {why}", fix=ALTERNATIVE
+@cache
+def _warn_of_all_gather(why: str) -> None:
+    """Warn, once for each reason, that an attention call does not go around the ring."""
+    warn_user(
+        f"cp_comm_strategy='alltoall' has no effect on an attention call: {why}. Its keys and values are "
+        'all-gathered, which gives the same numbers, as with cp_comm_strategy="allgather".'
     )
 
 
@@ -329,43 +352,6 @@ def _ring_options(balanced: bool, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(options, name, value)
-
-
-class AllGatherAttention(SequenceShardedAttention):
-    """Attention that all-gathers keys and values."""
-
-    def compute_attention(self, call: AttentionCall) -> torch.Tensor:
-        """Compute attention of local queries over all keys, range by range where it is causal."""
-        keys, values = self._gather_keys_values(call.key, call.value)
-        if not call.causal:
-            return call.run_kernel(call.query, keys, values, call.mask)
-        done = 0
-        results: list[torch.Tensor] = []
-        for start, stop in self.query_ranges(call.query.shape[-2]):
-            part = call.query.narrow(-2, done, stop - start)
-            bias = causal_lower_right(stop - start, stop)
-            results.append(call.run_kernel(part, keys[..., :stop, :], values[..., :stop, :], bias))
-            done += stop - start
-        return torch.cat(results, -2) if len(results) > 1 else results[0]
-
-    def select_mask_rows(self, mask: torch.Tensor, own: int) -> torch.Tensor:
-        """Select the rows of the local queries."""
-        if mask.shape[-2] == own:
-            return mask
-        return torch.cat([mask[..., start:stop, :] for start, stop in self.query_ranges(own)], -2)
-
-    def _gather_keys_values(
-        self, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All-gather keys and values, in sequence order; in one collective where they have one shape."""
-        if key.shape == value.shape and key.dtype == value.dtype:
-            both = join_shards(
-                all_gather_with_grad(torch.stack((key, value)), self.size, self.group), -2, self.balanced
-            )
-            return both[0], both[1]
-        gathered = (all_gather_with_grad(part.contiguous(), self.size, self.group) for part in (key, value))
-        keys, values = (join_shards(parts, -2, self.balanced) for parts in gathered)
-        return keys, values
 
 
 # The attention classes by ``TorchContextParallelConfig.cp_comm_strategy``.
