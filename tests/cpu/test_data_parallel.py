@@ -777,6 +777,18 @@ def test_a_program_that_replaces_the_wrapper_gets_both_device_arguments(ranks: R
     assert same_on_all(ranks(2, replaced_wrapper)) == [0.5]
 
 
+def type_of_one() -> tuple[str, str, bool]:
+    from accelerate import Accelerator, PartialState
+
+    state = PartialState(cpu=True)
+    return str(state.distributed_type), str(Accelerator(cpu=True).distributed_type), state.use_distributed
+
+
+def test_a_process_that_torchrun_starts_alone_is_of_a_distributed_type(ranks: RankServer) -> None:
+    """As in 1.x: transformers' Trainer refuses ``fsdp`` where ``PartialState`` says NO."""
+    assert ranks(1, type_of_one) == [("DistributedType.MULTI_CPU", "DistributedType.NO", False)]
+
+
 def gradient_of_own_rank() -> tuple[str, float]:
     """axolotl sets ``distributed_type`` to NO where it reduces gradients itself."""
     from accelerate import Accelerator

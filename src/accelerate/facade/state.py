@@ -263,7 +263,9 @@ class PartialState(ProcessMixin):
         world = self.world
         if (assigned := world.reported.get("distributed_type")) is not None:
             return assigned
-        return DistributedType("NO" if world.size == 1 else world.hardware.distributed_type)
+        # As in 1.x for a process that torchrun has started alone: transformers refuses FSDP under "NO".
+        alone = world.size == 1 and not world.owns_group
+        return DistributedType("NO" if alone else world.hardware.distributed_type)
 
     @distributed_type.setter
     def distributed_type(self, value: str) -> None:
