@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator, cpu_offload_with_hook, dispatch_model
+from accelerate import Accelerator, cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
 from accelerate.core.errors import DeviceError, OffloadError, PrepareError
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
 from accelerate.utils import align_module_device, recursively_apply
@@ -903,6 +903,18 @@ def test_a_move_to_the_main_device_is_a_move_too() -> None:
         model.to("sim:0")
     assert str(model[0].out.weight.device) == "sim:1"  # pyright: ignore
     assert model.bfloat16()[0].out.weight.dtype is torch.bfloat16  # pyright: ignore
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_a_model_whose_parts_are_offloaded_computes_where_they_do(device: str | None, tmp_path: Path) -> None:
+    """GPTQModel offloads layers, and then the module around them on the device that a weight reports."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, affine=False)).to("sim:1").eval()
+    x = torch.ones(2, WIDTH, device="sim:1")
+    expected = model(x)
+    cpu_offload(model[0], "sim:1")
+    disk_offload(model, tmp_path, device and next(model.parameters()).device, offload_buffers=True)
+    torch.testing.assert_close(model(x), expected)
+    remove_hook_from_submodules(model)
 
 
 def hook_of_part(module: nn.Module) -> Any:

@@ -350,11 +350,13 @@ def _offload_all(
     folder: Folder | None = None,
 ) -> ModuleT:
     """Offload all weights of a model to the CPU or to disk."""
+    # A program that reads the device of a weight gets "meta" of one that is offloaded already.
+    before = [p.execution_device for p in model.parameters() if isinstance(p, OffloadedTensor)]
     if execution_device is None:
-        first = next((p for p in model.parameters() if p.device.type != "meta"), None)
-        device = CPU if first is None else first.device
+        device = next(chain((p.device for p in model.parameters() if p.device.type != "meta"), before), CPU)
     else:
         device = _with_index(as_device(execution_device))
+        device = before[0] if before and device.type == "meta" else device
     values = WeightStore(state_dict, folder, None)
     values.check_complete(model)
     remove_dispatch(model)
