@@ -113,3 +113,19 @@ def test_a_storage_that_a_cast_would_spoil_is_refused(ranks: RankServer, tmp_pat
         ranks(2, sharded, torch.float16, "bf16", str(tmp_path), timeout=120)
     assert caught.value.kinds() == ["PrepareError"] * 2
     assert "is stored as torch.float16, and computed in torch.bfloat16" in str(caught.value)
+
+
+def prepare_in_8_bits() -> None:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    linear = library("bitsandbytes").nn.Linear8bitLt(32, 32, has_fp16_weights=False)
+    model = nn.Sequential(linear.to("cpu").requires_grad_(False), nn.Linear(32, 8))
+    Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)).prepare(model)
+
+
+def test_weights_in_8_bits_are_refused(ranks: RankServer) -> None:
+    """A shard has no scales; the first forward of the layer would stop at an attribute that is gone."""
+    with pytest.raises(RanksError) as caught:
+        ranks(2, prepare_in_8_bits, timeout=120)
+    assert caught.value.kinds() == ["PrepareError"] * 2
+    assert "FSDP2 cannot shard 0.weight, a weight in 8 bits" in str(caught.value)

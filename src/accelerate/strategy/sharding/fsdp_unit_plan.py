@@ -327,6 +327,12 @@ def _check_params(model: nn.Module, layout: FSDPShardingPlan) -> None:
                 why="gradients of a unit are reduce-scattered as one dense tensor",
                 fix="make its module with sparse=False, or train without FSDP",
             )
+        if hasattr(parameter, "CB"):  # Int8Params of bitsandbytes
+            raise PrepareError(
+                f"FSDP2 cannot shard {names[parameter]}, a weight in 8 bits by bitsandbytes",
+                why="its layer reads scales that are attributes of the whole weight, and a shard has none",
+                fix="load the model in 4 bits, or train it by DDP",
+            )
         packed = getattr(parameter, "quant_state", None) is not None and parameter.dtype.is_floating_point
         if packed and compute not in (None, parameter.dtype):
             dtype_name = str(compute).removeprefix("torch.")
