@@ -833,6 +833,25 @@ def total_of_a_schedule() -> None:
         assert params == {"warmup_num_steps": 3, "total_num_steps": total}
 
 
+def gathered_adapters() -> None:
+    """``state_dict()`` gives what trains, all-gathered by the program; the frozen base stays partitioned."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    config = {**ASKED["3"], "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    adapter = nn.Linear(8, 4)
+    model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), adapter)
+    engine, _ = accelerator.prepare(model, torch.optim.SGD(adapter.parameters(), lr=0.1))
+    with GatheredParameters(list(adapter.parameters())):
+        assert accelerator.unwrap_model(engine).state_dict()["1.weight"].shape == (4, 8)
+
+
+def test_the_adapters_that_a_program_gathers_can_be_saved(ranks: RankServer) -> None:
+    ranks(2, gathered_adapters)
+
+
 def refused_case() -> None:
     """Mistakes that are said on every process, before anything is changed."""
     from accelerate import Accelerator, DeepSpeedPlugin

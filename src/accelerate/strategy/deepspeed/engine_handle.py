@@ -425,7 +425,10 @@ def _guard_state_dict(engine: Any) -> Any:
             inside.pop()
 
     def check(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not inside and not keep_vars and any(is_partitioned(p) for p in module.parameters()):
+        # Programs all-gather the adapters that train, and save these: what is frozen stays partitioned.
+        parameters = list(module.parameters())
+        saved = [p for p in parameters if p.requires_grad] or parameters
+        if not inside and not keep_vars and any(is_partitioned(p) for p in saved):
             raise PrepareError(
                 f"state_dict() of a {type(module).__name__} whose weights are partitioned over the processes",
                 why="in stage 3 each rank holds a shard of every weight, and the tensors here are empty",
