@@ -681,6 +681,9 @@ def test_two_optimizers_share_one_scaler() -> None:
 def test_unscaling_goes_with_a_scaled_backward() -> None:
     accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
     model, optimizer = accelerator.prepare(*cast("list[Any]", parts()[:2]))
+    accelerator.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
     model(torch.ones(2, 3)).sum().backward()
     with pytest.raises(PrepareError, match="without a scaled backward since its last step"):
         optimizer.step()
@@ -691,6 +694,21 @@ def test_unscaling_goes_with_a_scaled_backward() -> None:
     accelerator.backward(model(torch.ones(2, 3)).sum())
     optimizer.step()
     torch.testing.assert_close(model.weight, before - 0.2)
+
+
+def test_a_program_that_never_scales_a_loss_steps_on_a_cpu() -> None:
+    """The trainer of coqui calls ``loss.backward()`` in ``optimize``; 1.x has no scaler on a CPU."""
+    accelerator = Accelerator(mixed_precision="fp16")
+    model, optimizer = accelerator.prepare(*cast("list[Any]", parts()[:2]))
+    before = model.weight.detach().clone()
+    with pytest.warns(UserWarning, match="fp16 without a loss scale"):
+        optimizer.step()  # without a gradient
+    model(torch.ones(2, 3)).sum().backward()
+    assert accelerator.clip_grad_norm_(model.parameters(), 100.0) < 10.0
+    with pytest.warns(UserWarning, match="fp16 without a loss scale"):
+        optimizer.step()
+    torch.testing.assert_close(model.weight, before - 0.2)
+    assert not accelerator.optimizer_step_was_skipped
 
 
 def test_gradients_that_are_unscaled_in_part_are_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import PrepareError, warn_user
 
 
 def _is_prepared(optimizer: Any) -> bool:
@@ -162,6 +162,11 @@ class LossScaling:
         """Return whether losses are scaled: a disabled scaler lets everything pass."""
         return self._scaler.is_enabled()
 
+    @property
+    def is_bypassed(self) -> bool:
+        """Return whether no loss was ever scaled on a CPU, where fp16 of 1.x has no scaler."""
+        return self._scaler._scale is None and self._scaler._device == "cpu"
+
     def set_overflow_sync(self, agreement: Callable[[torch.Tensor], None] | None) -> None:
         """Set the all-reduce of the overflow flag: a step is skipped on all ranks or on none."""
         if isinstance(self._scaler, SyncedGradScaler):
@@ -200,7 +205,7 @@ class LossScaling:
         Raises:
             PrepareError: the gradients are unscaled in part.
         """
-        if id(optimizer) in self._unscaled or not self.is_enabled:
+        if id(optimizer) in self._unscaled or not self.is_enabled or self.is_bypassed:
             self._refuse_mixed(optimizer)
             return
         # The user may have called ``unscale_`` of a scaler of his own.
@@ -270,6 +275,9 @@ class LossScaling:
         """
         if not self.is_enabled:
             return True, optimizer.step() if closure is None else optimizer.step(closure)
+        if self.is_bypassed and closure is None:
+            warn_user("fp16 without a loss scale: the step comes before the first accelerator.backward(loss)")
+            return True, optimizer.step()
         if callable(closure):  # the ``step`` of some wrappers takes the name of an optimizer
             cause = "mixed_precision='fp16'" if precision == "fp16" else "a gradient scaler"
             raise PrepareError(
