@@ -521,6 +521,21 @@ def test_the_users_slice_function_cuts(ranks: RankServer) -> None:
     assert (first[0], second[0]) == ([0], [10])
 
 
+def rows_of_one_item(style: str) -> list[Any]:
+    accelerator = accelerator_of(dispatch_batches=True, split_batches=True)
+    items: Any = Stream(torch.arange(3)) if style == "stream" else range(3)
+    own = DataLoader(items, batch_size=1, collate_fn=lambda group: torch.tensor([group[0], group[0] + 10]))
+    return [batch.tolist() for batch in accelerator.prepare(own)]
+
+
+@pytest.mark.parametrize("style", ["stream", "map"])
+def test_one_item_may_be_the_batch_of_all_ranks(ranks: RankServer, style: str) -> None:
+    """trl's AsyncGRPO: one item is read at a time, and its collate function makes a row for each."""
+    first, second = ranks(2, rows_of_one_item, style)
+    assert first == [[0], [1], [2]]
+    assert second == [[10], [11], [12]]
+
+
 class Odd:
     """A batch without a first dimension."""
 

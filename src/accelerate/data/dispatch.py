@@ -354,9 +354,10 @@ def with_rank_batches(
         PrepareError: ``split`` and the batch size does not divide by the number of ranks.
     """
     size = base.batch_size
-    if split:
+    if split and size != 1:
         check_split(size, count)
-    if count == 1 or slice_fn is not None:
+    # A single item may be a batch of all ranks that the collate function makes.
+    if count == 1 or slice_fn is not None or (split and size == 1):
         return base
     whole = find_batch_sampler(base)
     if fetches_by_index(base) and whole is not None:
