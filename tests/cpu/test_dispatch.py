@@ -521,9 +521,15 @@ def test_the_users_slice_function_cuts(ranks: RankServer) -> None:
     assert (first[0], second[0]) == ([0], [10])
 
 
+class EmptyStream(Stream):
+    """What ranks that read nothing hold: a dataset of another class."""
+
+
 def rows_of_one_item(style: str) -> list[Any]:
     accelerator = accelerator_of(dispatch_batches=True, split_batches=True)
     items: Any = Stream(torch.arange(3)) if style == "stream" else range(3)
+    if style == "stream" and not accelerator.is_main_process:
+        items = EmptyStream([])
     own = DataLoader(items, batch_size=1, collate_fn=lambda group: torch.tensor([group[0], group[0] + 10]))
     return [batch.tolist() for batch in accelerator.prepare(own)]
 
