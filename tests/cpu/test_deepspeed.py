@@ -844,7 +844,8 @@ def gathered_adapters() -> None:
     adapter = nn.Linear(8, 4)
     model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), adapter)
     engine, _ = accelerator.prepare(model, torch.optim.SGD(adapter.parameters(), lr=0.1))
-    with GatheredParameters(list(adapter.parameters())):
+    gathered = GatheredParameters(list(adapter.parameters()))
+    with gathered, pytest.warns(UserWarning, match="2 frozen weights are partitioned"):
         assert accelerator.unwrap_model(engine).state_dict()["1.weight"].shape == (4, 8)
 
 

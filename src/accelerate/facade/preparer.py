@@ -31,8 +31,7 @@ from accelerate.facade.module_queries import is_compiled_module
 from accelerate.facade.optimizer import AcceleratedOptimizer, agree_on_optimizers, move_optimizer
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
-from accelerate.offload.quantization.base import check_adapters, check_trainable, quantized_models
-from accelerate.offload.quantization.base import keeps_placement as keeps_placement
+from accelerate.offload.quantization import base as quantization
 from accelerate.strategy.base import (
     BatchPlacement,
     DataSharding,
@@ -207,23 +206,23 @@ class Preparer:
         for value in bundle.objects_of("other"):
             self._note_unprepared(value)
         for index, model in [(n, m) for n, m in enumerate(bundle.objects) if bundle.kinds[n] == "model"]:
-            if verify_device_map is not None and verify_device_map(model):
-                if world.size > 1 and not environ.get_flag("ACCELERATE_BYPASS_DEVICE_MAP"):
-                    raise PrepareError(
-                        f"a model dispatched over several devices cannot train on {world.size} processes",
-                        why="each process holds a whole copy of the model on its own device",
-                        fix="load it without device_map, or start one process",
-                    )
+            is_dispatched = verify_device_map is not None and verify_device_map(model)
+            if is_dispatched and world.size > 1 and not environ.get_flag("ACCELERATE_BYPASS_DEVICE_MAP"):
+                raise PrepareError(
+                    f"a model dispatched over several devices cannot train on {world.size} processes",
+                    why="each process holds a whole copy of the model on its own device",
+                    fix="load it without device_map, or start one process",
+                )
+            if is_dispatched or (hasattr(model, "hf_device_map") and quantization.keeps_placement(model)):
                 bundle.place_on_device[index] = False
-            bundle.place_on_device[index] &= not (hasattr(model, "hf_device_map") and keeps_placement(model))
-            check_trainable(
+            quantization.check_trainable(
                 model,
                 several=world.size > 1,
                 trained=bool(optimizers),
                 can_train_on_cpu=is_bitsandbytes_multi_backend_available if bundle.training else None,
             )
-        if quantized_models and bundle.training:
-            check_adapters(models, optimizers)
+        if quantization.quantized_models and bundle.training:
+            quantization.check_adapters(models, optimizers)
         if optimizers and models and world.size > 1 and dist.is_initialized():
             prepared = [each.optimizer for each in self.prepared.optimizers]
             sharded = [m for m in models if getattr(m, "_is_accelerate_prepared", False)]

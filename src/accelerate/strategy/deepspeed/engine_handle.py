@@ -425,15 +425,21 @@ def _guard_state_dict(engine: Any) -> Any:
             inside.pop()
 
     def check(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        empty = [p for p in module.parameters() if is_partitioned(p)]
+        if inside or keep_vars or not empty:
+            return
         # Programs all-gather the adapters that train, and save these: what is frozen stays partitioned.
-        parameters = list(module.parameters())
-        saved = [p for p in parameters if p.requires_grad] or parameters
-        if not inside and not keep_vars and any(is_partitioned(p) for p in saved):
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if not trained or any(map(is_partitioned, trained)):
             raise PrepareError(
                 f"state_dict() of a {type(module).__name__} whose weights are partitioned over the processes",
                 why="in stage 3 each rank holds a shard of every weight, and the tensors here are empty",
                 fix="state = accelerator.get_state_dict(model), on all processes; process 0 gets it",
             )
+        warn_user(
+            f"state_dict() of a {type(module).__name__}: {len(empty)} frozen weights are partitioned over "
+            "the processes, and empty here. accelerator.get_state_dict(model) gathers all"
+        )
 
     engine.module_state_dict = by_engine
     return engine.module.register_state_dict_pre_hook(check)
