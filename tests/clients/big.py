@@ -41,7 +41,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
 
 def library(name: str) -> Any:
     """A library that is imported when a test asks for it: collecting tests stays quick."""
-    module = importlib.import_module(name)
+    module = pytest.importorskip(name)
     if name in ("transformers", "diffusers"):
         logging = importlib.import_module(f"{name}.utils.logging")
         logging.disable_progress_bar()

@@ -17,6 +17,7 @@ from torch import nn
 
 from accelerate.core.errors import CheckpointError, MissingExtraError, PrepareError, UnknownNameError
 from accelerate.facade.estimate.skeleton import ModelSkeletonError, build_skeleton
+from tests.clients.big import needs
 
 transformers = pytest.importorskip("transformers")
 
@@ -256,7 +257,11 @@ def test_a_module_that_is_not_there_is_told_and_one_that_fails_keeps_its_error(f
         ),
         ({"model_type": "llama", "hidden_size": 7}, ["transformers builds no model", "not a multiple"]),
         ({"model_type": "llama", "hidden_size": "x"}, ["transformers builds no model", "'hidden_size'"]),
-        ({"_class_name": "UNet2DModle"}, ["'UNet2DModle'", "did you mean 'UNet2DModel'?"]),
+        pytest.param(
+            {"_class_name": "UNet2DModle"},
+            ["'UNet2DModle'", "did you mean 'UNet2DModel'?"],
+            marks=needs("diffusers"),
+        ),
     ],
 )
 def test_a_configuration_that_describes_nothing_is_refused(
@@ -307,6 +312,7 @@ def test_a_name_on_the_hub_gives_its_configuration_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors = pytest.importorskip("huggingface_hub").errors
+    pytest.importorskip("diffusers")
     unet = {"_class_name": "UNet2DModel", "block_out_channels": [32], "layers_per_block": 1}
     folder = write(tmp_path, {**unet, "down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]})
     asked: list[str] = []

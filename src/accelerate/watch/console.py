@@ -6,6 +6,7 @@ By default only the main process logs, and one process of each machine shows a b
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,8 @@ class MultiProcessAdapter(_Adapter):
         key = (*map(str, args), kwargs.get("main_process_only"))
         if key not in self._logged:
             self._logged.add(key)
-            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+            # Up to Python 3.10 the frame of ``warning`` counts too.
+            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + (1 if sys.version_info >= (3, 11) else 2)
             self.warning(*args, **kwargs)
 
 
