@@ -116,6 +116,39 @@ def test_reducing_in_every_micro_batch_lets_nothing_wait(ranks: RankServer) -> N
     )
 
 
+class DividedByCount(nn.Module):
+    """A model that divides its loss by a number of tokens, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor, *, count: torch.Tensor) -> list[str]:
+        self.inner(x)
+        return [str(x.dtype), f"{scale:.6f}", f"{count:.1f}"]
+
+
+def scalars_of_forward(version: int, compiled: bool) -> list[str]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+    accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
+    model: Any = DividedByCount()
+    if compiled:
+        model.compile(backend="eager")
+    model = accelerator.prepare(model)
+    x, scale = torch.ones(2, 4), torch.tensor(0.998765)
+    assert model(x, scale, count=torch.tensor(7.0))[2] == "7.0"
+    return model(x, scale, count=torch.tensor(1234.0))
+
+
+@pytest.mark.parametrize(("version", "compiled"), [(1, False), (2, False), (2, True)])
+def test_scalars_are_not_rounded(ranks: RankServer, version: int, compiled: bool) -> None:
+    """The Trainer of transformers gives ``num_items_in_batch`` so, by which the loss is divided."""
+    seen = same_on_all(ranks(2, scalars_of_forward, version, compiled))
+    assert seen == ["torch.bfloat16", "0.998765", "1234.0"]
+
+
 def implied(policy: str) -> list[tuple[str, str]]:
     """Return the dtypes that are not applied: those of the precision, and those that FSDP1 knew."""
     from torch.distributed.fsdp import MixedPrecision

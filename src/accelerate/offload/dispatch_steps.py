@@ -457,9 +457,10 @@ def show_resident_hooks(model: nn.Module, options: DispatchOptions) -> None:
         if not name or has_own_tensors(module):
             hook = DispatchHook(options.main_device, skip_keys=options.skip_keys, root=not name)
             show_hook(module, hook)
-            if module._hf_hook is hook and is_callable(module):
+            shown: Any = module
+            if shown._hf_hook is hook and is_callable(module):
                 module.forward = functools.update_wrapper(
-                    InnerForward(_call_old_forward, module), module._old_forward
+                    InnerForward(_call_old_forward, module), shown._old_forward
                 )
 
 

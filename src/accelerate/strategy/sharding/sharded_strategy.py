@@ -211,6 +211,10 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor, ParamReplacemen
             hook: Any = torch.compiler.disable(_finish_forward)
             model.register_forward_hook(hook)
             self.models_without_forward.add(model)
+            if self.request.compute_format != "no":
+                scalars = ScalarInputs()
+                model.register_forward_pre_hook(scalars.keep, prepend=True, with_kwargs=True)
+                self.unwrap(model).register_forward_pre_hook(scalars.put_back, with_kwargs=True)
         forward_bypass.STRATEGIES[model] = self
         if self.world.device.type != "meta" and next(model.buffers(), None) is not None:
             from accelerate.strategy.protocol.replicated_buffers import sync_buffers
@@ -346,6 +350,41 @@ def _finish_forward(model: nn.Module, *_: Any) -> None:
     elif model in strategy.models_without_forward:
         strategy.models_without_forward.discard(model)
         strategy.call_late_hooks(model)
+
+
+@dataclass(eq=False)
+class ScalarInputs:
+    """Scalars among the arguments of a forward under autocast, which torch rounds to the compute dtype.
+
+    Losses are divided by them: the Trainer of transformers gives a number of tokens, ``num_items_in_batch``,
+    of which two digits would be left.
+
+    Attributes:
+        args, kwargs: those of the running forward, by place and by name.
+    """
+
+    args: dict[int, torch.Tensor] = field(default_factory=dict)
+    kwargs: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def keep(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep them as they are; the hook before those of torch."""
+        self.args = {place: value for place, value in enumerate(args) if _is_float_scalar(value)}
+        self.kwargs = {name: value for name, value in kwargs.items() if _is_float_scalar(value)}
+
+    def put_back(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Give the forward what was kept, on the device to which torch has moved it."""
+        if not (self.args or self.kwargs):
+            return None
+        kept_args, kept_kwargs, self.args, self.kwargs = self.args, self.kwargs, {}, {}
+        places = enumerate(args)
+        exact = tuple(kept_args[n].to(v.device) if n in kept_args else v for n, v in places)
+        return exact, kwargs | {name: v.to(kwargs[name].device) for name, v in kept_kwargs.items()}
+
+
+def _is_float_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 @dataclass(eq=False)
