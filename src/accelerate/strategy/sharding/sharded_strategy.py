@@ -360,27 +360,27 @@ class ScalarInputs:
     of which two digits would be left.
 
     Attributes:
-        args, kwargs: those of the running forward, by place and by name.
+        kept: those of the running forward, by place or by name.
     """
 
-    args: dict[int, torch.Tensor] = field(default_factory=dict)
-    kwargs: dict[str, torch.Tensor] = field(default_factory=dict)
+    kept: dict[int | str, torch.Tensor] = field(default_factory=dict)
 
     def keep(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep them as they are; the hook before those of torch."""
-        self.args = {place: value for place, value in enumerate(args) if _is_float_scalar(value)}
-        self.kwargs = {name: value for name, value in kwargs.items() if _is_float_scalar(value)}
+        self.kept = {key: v for key, v in (*enumerate(args), *kwargs.items()) if _is_float_scalar(v)}
 
     def put_back(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Give the forward what was kept, on the device to which torch has moved it."""
-        if not (self.args or self.kwargs):
+        kept, self.kept = self.kept, {}
+        if not kept:
             return None
-        kept_args, kept_kwargs, self.args, self.kwargs = self.args, self.kwargs, {}, {}
-        places = enumerate(args)
-        exact = tuple(kept_args[n].to(v.device) if n in kept_args else v for n, v in places)
-        return exact, kwargs | {name: v.to(kwargs[name].device) for name, v in kept_kwargs.items()}
+        exact = {
+            key: kept[key].to(v.device) if key in kept and _is_float_scalar(v) else v
+            for key, v in (*enumerate(args), *kwargs.items())
+        }
+        return tuple(exact[place] for place in range(len(args))), {name: exact[name] for name in kwargs}
 
 
 def _is_float_scalar(value: Any) -> bool:
