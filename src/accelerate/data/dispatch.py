@@ -355,10 +355,11 @@ def with_rank_batches(
         PrepareError: ``split`` and the batch size does not divide by the number of ranks.
     """
     size = base.batch_size
-    if split and size != 1:
+    if split and size == 1:  # of one item the collate function may make a batch of all ranks
+        return base
+    if split:
         check_split(size, count)
-    # A single item may be a batch of all ranks that the collate function makes.
-    if count == 1 or slice_fn is not None or (split and size == 1):
+    if count == 1 or slice_fn is not None:
         return base
     whole = find_batch_sampler(base)
     if fetches_by_index(base) and whole is not None:

@@ -44,6 +44,7 @@ from accelerate.facade.gradient_state import GradientAccumulationPlugin, Gradien
 from accelerate.facade.launch_settings import ResumeSettings
 from accelerate.facade.metrics import gather_for_metrics, mean_loss
 from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
+from accelerate.facade.module_queries import extract_model_from_parallel
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.option_report import OptionReporter
 from accelerate.facade.preemption import Preemption
@@ -686,11 +687,9 @@ class Accelerator(ProcessMixin):
     def _get_named_parameters(self, *args: Any, drop_refs: bool = False) -> dict[str, Any]:
         """Return the parameters of all models in ``args`` by name, or (``drop_refs``) their addresses.
 
-        Programs that shard a model themselves, or send its weights to an inference engine, call it; axolotl's
-        tests on a stand-in for ``self``.
+        Programs that shard a model themselves, or send its weights to an inference engine, call it.
         """
-        unwrap = getattr(self, "unwrap_model", lambda model: model)
-        models = [unwrap(item) for item in args if isinstance(item, nn.Module)]
+        models = [extract_model_from_parallel(item) for item in args if isinstance(item, nn.Module)]
         named = {name: p for model in models for name, p in model.named_parameters()}
         return {name: p.data_ptr() for name, p in named.items()} if drop_refs else named
 
