@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from accelerate.utils import is_deepspeed_available
 from tests.clients.probe import run_jobs_on_ranks
@@ -150,6 +151,12 @@ def check_shared_jobs(ranks: RankServer, client: str, *jobs: str) -> None:
 def test_layers_that_two_processes_share_train_as_alone(ranks: RankServer) -> None:
     """B1, PAINS 48: losses, norms, an evaluation that counts each row once, and the model that is written."""
     check_shared_jobs(ranks, "tests.clients.trainer_layers", "whole", "loaded")
+
+
+@pytest.mark.skipif(Version(version("transformers")) < Version("5.24"), reason="as transformers 5.24 shards")
+def test_models_that_transformers_shards_train_as_alone(ranks: RankServer) -> None:
+    """By FSDP2, and by experts: neither wrapped nor sharded again in ``prepare_model``."""
+    check_shared_jobs(ranks, "tests.clients.trainer_layers", "sharded", "experts")
 
 
 def test_sequences_that_two_processes_share_train_as_alone(ranks: RankServer) -> None:

@@ -1,4 +1,4 @@
-"""Jobs of transformers' Trainer on layers that two processes share: python -m ... OUT.json JOB...
+"""Jobs of transformers' Trainer on models that two processes share: python -m ... OUT.json JOB...
 
 Alone a job is what it is to give on two.
 """
@@ -10,20 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from accelerate import ParallelismConfig, PartialState
 from tests.clients.probe import main
 from tests.clients.trainer import history, world
-from tests.support.sequences import ROWS, llama, texts
+from tests.support.sequences import ROWS, WORDS, llama, texts
 
 
-def trained(folder: Path, model: Any, **more: Any) -> dict[str, Any]:
-    """Four steps, an evaluation of an odd number of rows, and a model that is written."""
+def trained(folder: Path, model: Any, copies: int = 1, **more: Any) -> dict[str, Any]:
+    """Four steps, an evaluation of an odd number of rows, and a model that is written.
+
+    Args:
+        copies: how many processes read different rows.
+    """
     rows: Any = texts(8)
+    # The Trainer weighs the rows of an evaluation by their labels, one by one or all that are read at a time.
+    equal_rows: Any = [{**row, "labels": row["input_ids"]} for row in rows[: ROWS + 1]]
     options: dict[str, Any] = {
-        "per_device_train_batch_size": ROWS, "per_device_eval_batch_size": ROWS, "learning_rate": 1e-2,
+        "per_device_train_batch_size": ROWS // copies, "per_device_eval_batch_size": 1, "learning_rate": 1e-2,
         "max_grad_norm": 0.5, "logging_steps": 1, "max_steps": 4, "report_to": [], "save_steps": 4,
         "seed": 0, "disable_tqdm": True, "use_cpu": True,
     }  # fmt: skip
@@ -31,14 +37,14 @@ def trained(folder: Path, model: Any, **more: Any) -> dict[str, Any]:
         model=model,
         args=TrainingArguments(output_dir=str(folder), **options, **more),
         train_dataset=rows,
-        eval_dataset=rows[: ROWS + 1],
+        eval_dataset=equal_rows,
     )
     job.train()
     told = history(job)
     found = {what: told[what] for what in ("loss", "grad_norm", "lr", "epoch")}
     found["eval_loss"] = job.evaluate()["eval_loss"]
     PartialState().wait_for_everyone()
-    written = LlamaForCausalLM.from_pretrained(folder / "checkpoint-4")
+    written = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-4")
     return {**found, "written": float(sum(p.detach().double().abs().sum() for p in written.parameters()))}
 
 
@@ -48,18 +54,38 @@ def whole(folder: Path) -> dict[str, Any]:
     return trained(folder, llama(use_cache=False), **more)
 
 
-def loaded(folder: Path) -> dict[str, Any]:
-    """One that transformers has loaded in parts."""
+def loaded_in_parts(folder: Path, whole_model: Any, **sizes: int) -> Any:
+    """Write a model, and read it as transformers shards it while it reads."""
     state = PartialState(cpu=True)
     if state.is_main_process:
-        llama(use_cache=False).save_pretrained(folder / "model")
+        whole_model.save_pretrained(folder / "model")
     state.wait_for_everyone()
-    parts: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=2)} if world() > 1 else {}
-    model: Any = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, **parts)
-    return trained(folder, model, save_only_model=True)
+    parts: dict[str, Any] = {"distributed_config": DistributedConfig(**sizes)} if world() > 1 else {}
+    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, **parts)
 
 
-_ALL = (whole, loaded)
+def loaded(folder: Path) -> dict[str, Any]:
+    """One whose layers transformers has split."""
+    return trained(folder, loaded_in_parts(folder, llama(use_cache=False), tp_size=2), save_only_model=True)
+
+
+def sharded(folder: Path) -> dict[str, Any]:
+    """One that transformers has sharded by FSDP2."""
+    model = loaded_in_parts(folder, llama(use_cache=False), fsdp_size=2)
+    return trained(folder, model, copies=world(), save_only_model=True)
+
+
+def experts(folder: Path) -> dict[str, Any]:
+    """A mixture of experts: half of them on each process, and tokens sent to them by all-to-all."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    routed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    whole_model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=WORDS, use_cache=False, **sizes, **routed))
+    model = loaded_in_parts(folder, whole_model, fsdp_size=2, ep_size=2)
+    return trained(folder, model, copies=world(), save_only_model=True)
+
+
+_ALL = (whole, loaded, sharded, experts)
 JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {job.__name__: job for job in _ALL}
 
 
