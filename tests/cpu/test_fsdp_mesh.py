@@ -313,7 +313,10 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight: Any = self.weight
         if isinstance(weight, DTensor):
-            weight = weight.full_tensor(grad_placements=[Partial("avg")])
+            ranks = weight.device_mesh.size()
+            weight = weight.full_tensor(grad_placements=[Partial("sum")])  # torch 2.6 sums for "avg" too
+            if weight.requires_grad:
+                weight.register_hook(lambda gradient: gradient / ranks)
         return x @ weight[0] @ weight[1]
 
 
