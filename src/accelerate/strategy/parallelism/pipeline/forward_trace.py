@@ -352,7 +352,7 @@ class FakeTensorModel:
             self._cast_weights(dtype)
         devices = [] if self.device.type == "cpu" else [self.device]
         tracer = PipelineForwardTracer(stage_of, stages)
-        with self._use_handler(tracer), torch.random.fork_rng(devices=devices):
+        with self._use_handler(tracer), torch.random.fork_rng(devices, device_type=self.device.type):
             _sync_attributes([*self._block_modules, *self._outer_modules])
             return tracer.trace(self.root, self.weights, args, kwargs)
 

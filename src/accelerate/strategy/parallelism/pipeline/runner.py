@@ -299,7 +299,11 @@ class PipelineParallelRunner:
     ) -> Any:
         """Run one micro-batch in one stage; return (the forward's result, the stage's outputs)."""
         assert self._model_call is not None
-        inputs = dict(zip(trace.stage_inputs(stage), received, strict=True))
+        # torch before 2.13 receives all with gradients.
+        inputs = {
+            value: tensor if trace.meta(value).requires_grad else tensor.detach()
+            for value, tensor in zip(trace.stage_inputs(stage), received, strict=True)
+        }
         run = StageForward(trace, stage, inputs, wanted, self.shadow.make_fake, result=result)
         run.outer_weights = outer_weights
         self.active_forward = run
@@ -308,9 +312,9 @@ class PipelineParallelRunner:
         finally:
             self.active_forward = None
         outputs = run.stage_outputs(wanted)
-        # What is passed on as it came is not of this stage; torch before 2.13 receives all with gradients.
-        computed = [(v, t) for v, t in zip(wanted, outputs, strict=True) if v not in inputs]
-        if any(t.requires_grad and not trace.meta(v).requires_grad for v, t in computed):
+        if any(
+            t.requires_grad and not trace.meta(v).requires_grad for v, t in zip(wanted, outputs, strict=True)
+        ):
             raise self._unfrozen_error(stage)
         return output, outputs
 

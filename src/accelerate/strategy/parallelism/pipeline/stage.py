@@ -204,9 +204,20 @@ class TrainingStage(PipelineStage):
                 # A buffer that nobody has taken is not received into again (torch 2.15).
                 self._retrieve_recv_grads(bwd_chunk_id)
             self.bwd_cache[bwd_chunk_id] = (None,) * len(self.args_recv_info[bwd_chunk_id])
-            return
-        with self.backward_context(bwd_chunk_id, self.stage_index, last_backward), _unwrapped_errors():
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        else:
+            with self.backward_context(bwd_chunk_id, self.stage_index, last_backward), _unwrapped_errors():
+                super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if not hasattr(PipelineStage, "_get_grad_send_meta"):
+            self._fill_missing_grads(bwd_chunk_id)
+
+    def _fill_missing_grads(self, chunk: int) -> None:
+        """Give inputs without a gradient zeros, as torch does from 2.12 on; before, it refuses None."""
+        received = [getattr(info, "buffer", None) for info in self.args_recv_info[chunk]]
+        self.bwd_cache[chunk] = tuple(
+            torch.zeros_like(buffer) if grad is None and buffer is not None else grad
+            # Behind those of what was received there may be one of the keyword argument.
+            for grad, buffer in zip(self.bwd_cache[chunk], received, strict=False)
+        )
 
     def clear_runtime_states(self) -> None:
         """Release what the micro-batches of a call have left."""
