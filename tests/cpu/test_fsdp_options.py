@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -423,3 +426,87 @@ def test_batch_norms_keep_their_statistics_in_half_precision(ranks: RankServer) 
         assert {name: value.dtype for name, value in statistics.items()} == dict.fromkeys(
             expected[1], torch.float32
         )
+
+
+@dataclass(frozen=True)
+class Scored:
+    """An output that torch registers as no tree."""
+
+    hidden: torch.Tensor
+
+
+class SlottedOutput:
+    """Another, which has no ``__dict__``."""
+
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+def nested_output(hidden: torch.Tensor) -> Any:
+    """A tensor in a tuple in an object in another one."""
+    return SimpleNamespace(inner=SimpleNamespace(parts=(1, {"hidden": hidden})))
+
+
+def hidden_in(output: Any) -> torch.Tensor:
+    """The tensor of any of these."""
+    if isinstance(output, torch.Tensor):
+        return output
+    return output.inner.parts[1]["hidden"] if hasattr(output, "inner") else output.hidden
+
+
+class WrappedOutput(nn.Module):
+    """A layer that returns its tensor in an object."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.layer, self.make = nn.Linear(4, 4), make
+
+    def forward(self, x: Any) -> Any:
+        return self.make(self.layer(hidden_in(x)).tanh())
+
+
+OUTPUTS = (Scored, SlottedOutput, nested_output)
+
+
+def train_with_objects(wrap: str, frozen_graph: bool) -> list[float]:
+    """The greatest difference to one process after three steps, for each form of an output."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+
+    layers = {"transformer_cls_names_to_wrap": ["WrappedOutput"]} if wrap != "NO_WRAP" else {}
+    options: dict[str, Any] = {"fsdp_plugin": FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy=wrap, **layers
+    )}  # fmt: skip
+    if frozen_graph:
+        options = {"kwargs_handlers": [DistributedDataParallelKwargs(static_graph=True)]}
+    accelerator, differences = Accelerator(cpu=True, **options), list[float]()
+    for make in OUTPUTS:
+        torch.manual_seed(0)
+        alone = nn.Sequential(WrappedOutput(make), WrappedOutput(make))
+        model, optimizer = accelerator.prepare(shared := copy.deepcopy(alone), adamw(shared))
+        reference = adamw(alone)
+        for rows in torch.randn(3, 2, 5, 4):
+            accelerator.backward(hidden_in(model(rows[accelerator.process_index])).square().mean())
+            hidden_in(alone(rows.flatten(0, 1))).square().mean().backward()
+            for each in (optimizer, reference):
+                each.step()
+                each.zero_grad()
+        state = accelerator.get_state_dict(model)
+        expected = alone.state_dict()
+        differences.append(max((float((state[n] - expected[n]).abs().max()) for n in state), default=0.0))
+    return differences
+
+
+@pytest.mark.parametrize("wrap", ["NO_WRAP", "TRANSFORMER_BASED_WRAP"])
+def test_gradients_are_reduced_whatever_class_an_output_has(ranks: RankServer, wrap: str) -> None:
+    """torch does not search objects: nothing would be trained, silently, or a unit would not be gathered."""
+    for differences in ranks(2, train_with_objects, wrap, False):
+        assert max(differences) < 1e-6, differences
+
+
+def test_a_static_graph_refuses_outputs_in_objects(ranks: RankServer) -> None:
+    """DDP would never begin to reduce, silently."""
+    with pytest.raises(RanksError, match="returns a Scored, in which DDP finds no tensor") as caught:
+        ranks(2, train_with_objects, "NO_WRAP", True)
+    assert caught.value.causing_kinds() == {"PrepareError"}

@@ -115,7 +115,7 @@ INTERNALS = (
         {
             "torch.distributed.fsdp": "FSDPModule._get_fsdp_state",
             f"{_FSDP2}._fsdp_state": "FSDPState._mp_policy FSDPState._pre_forward FSDPState._post_forward "
-            "FSDPState._training_state",
+            "FSDPState._training_state FSDPState._pre_backward FSDPState._register_pre_backward_hook",
             f"{_FSDP2}._fsdp_param_group": "FSDPParamGroup.fsdp_params FSDPParamGroup.reduce_grads "
             "FSDPParamGroup.device FSDPParamGroup._reshard_after_forward FSDPParamGroup.post_backward "
             "FSDPParamGroup.wait_for_unshard",
@@ -173,6 +173,7 @@ INTERNALS = (
             "DistributedDataParallel._get_ddp_logging_data DistributedDataParallel._comm_hooks "
             "DistributedDataParallel._check_reducer_finalized "
             "DistributedDataParallel._static_graph_delay_allreduce_enqueued",
+            "torch.utils._pytree": "tree_leaves",
         },
     ),
     Internals(

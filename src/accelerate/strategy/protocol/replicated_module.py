@@ -22,10 +22,12 @@ import torch
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError, list_first, warn_user
+from accelerate.strategy.protocol.output_tensors import find_hidden_tensors
 
 # Of parameters of copies of replicated modules whose gradients a backward has changed since they were last
 # averaged: the number of the copy and their place in it, an order that all ranks share. Weak, for a plain
@@ -116,7 +118,8 @@ class ReplicatedModule:
         """Run the forward between DDP's work before and after it.
 
         Raises:
-            PrepareError: the backward before it left trained parameters without a gradient.
+            PrepareError: the backward before it left trained parameters without a gradient, or DDP finds no
+                tensor in the output, and would reduce nothing.
         """
         replica, progress, trains = self._replica, self._progress, self.training  # type: ignore[attr-defined]
         # Torch broadcasts buffers only after a forward that reduced; in the middle of a window they differ.
@@ -137,6 +140,8 @@ class ReplicatedModule:
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         finally:
             DistributedDataParallel._active_ddp_module, progress.is_in_call = outer
+        if replica.static_graph and torch.is_grad_enabled():
+            _check_output(output)
         output = replica._post_forward(output)
         if replica.require_backward_grad_sync and torch.is_grad_enabled():
             progress.is_armed = True
@@ -165,6 +170,16 @@ class ReplicatedModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _return_module, (self._user_module,)
+
+
+def _check_output(output: Any) -> None:
+    """Refuse, with ``static_graph``, an output in which torch finds no tensor."""
+    if find_hidden_tensors(tree_leaves(output)):
+        raise PrepareError(
+            f"static_graph=True: the model returns a {type(output).__name__}, in which DDP finds no tensor",
+            why="with a static graph it begins to reduce gradients at the tensors of the output",
+            fix="let its forward return a tensor, tuple, list or dict, or leave static_graph out",
+        )
 
 
 class CopyMethod:

@@ -36,6 +36,7 @@ from accelerate.strategy.sharding.grads import (
     UsedParams,
     fsdp_param_groups,
     fsdp_params,
+    hook_output,
     make_unsharded,
     unsharded_param,
 )
@@ -232,6 +233,12 @@ class Sharder:
         for group in groups:
             group.post_backward = partial(used.post_backward, group, group.post_backward)
             group.wait_for_unshard = partial(make_unsharded, group)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                state: Any = module._get_fsdp_state()
+                register = state._register_pre_backward_hook
+                if not isinstance(register, partial):  # several modules may be one unit
+                    state._register_pre_backward_hook = partial(hook_output, state, register)
         model._register_state_dict_hook(mark_shards)
         # A parameter that is held in a list, tuple, set or dict too is the old one there.
         for name, module in model.named_modules():

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from accelerate.core.errors import list_first, warn_user
 from accelerate.core.torch_internals import require
 from accelerate.strategy.protocol.gradient_sync import GradientPiece, clip_sharded_norm, whole_piece
+from accelerate.strategy.protocol.output_tensors import find_hidden_tensors
 from accelerate.strategy.sharding.full_state import distribute, is_sharded_placement, shard_mesh_dims
 
 require("FSDP2", "distributed tensors", "index of sharded checkpoints")
@@ -45,6 +46,24 @@ def _groups_with_policies(model: nn.Module) -> Iterator[tuple[Any, Any]]:
                 if group is not None and id(group) not in seen:
                     seen.add(id(group))
                     yield group, state._mp_policy
+
+
+def hook_output(state: Any, register: Callable[[Any], Any], output: Any) -> Any:
+    """Make the backward of a unit begin at tensors that its forward returns in objects too.
+
+    torch registers hooks on tensors in tuples, lists, dicts and, from 2.13 on, dataclasses. Of an output
+    without any of these the unit would not be all-gathered, or its gradients would not be reduced.
+
+    Args:
+        state: torch's state of the unit.
+        register: its own ``_register_pre_backward_hook``.
+        output: what the forward returns.
+    """
+    output = register(output)
+    if not isinstance(output, torch.Tensor) and torch.is_grad_enabled():
+        for tensor in find_hidden_tensors(output):
+            tensor.register_hook(state._pre_backward)
+    return output
 
 
 def reduces_gradients(model: nn.Module) -> bool:
