@@ -159,6 +159,12 @@ def test_models_that_transformers_shards_train_as_alone(ranks: RankServer) -> No
     check_shared_jobs(ranks, "tests.clients.trainer_layers", "sharded", "experts")
 
 
+@pytest.mark.skipif(Version(version("transformers")) < Version("5.24"), reason="as transformers 5.24 shards")
+def test_models_that_transformers_shards_train_in_loops(ranks: RankServer) -> None:
+    """With the strategy of their shards."""
+    check_shared_jobs(ranks, "tests.clients.trainer_layers", "looped_in_shards", "looped_in_tensors")
+
+
 def test_sequences_that_two_processes_share_train_as_alone(ranks: RankServer) -> None:
     """Losses that are logged, norms, rates, and the loss of an evaluation, which is no sum over processes."""
     # transformers asks that library for the group.

@@ -1,4 +1,4 @@
-"""Jobs of transformers' Trainer on models that two processes share: python -m ... OUT.json JOB...
+"""Jobs on models that two processes share, by transformers' Trainer or a loop: python -m ... OUT.json JOB...
 
 Alone a job is what it is to give on two.
 """
@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from accelerate import ParallelismConfig, PartialState
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
 from tests.clients.probe import main
 from tests.clients.trainer import history, world
 from tests.support.sequences import ROWS, WORDS, llama, texts
@@ -85,7 +85,43 @@ def experts(folder: Path) -> dict[str, Any]:
     return trained(folder, model, copies=world(), save_only_model=True)
 
 
-_ALL = (whole, loaded, sharded, experts)
+def looped(folder: Path, copies: int, model: Any, accelerator: Accelerator) -> dict[str, Any]:
+    """A loop of its own over a model that transformers has shared out: losses, norms, and a saved state."""
+    rows: Any = [row["input_ids"] for row in texts(3)]
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=ROWS // copies)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    told: dict[str, Any] = {"loss": [], "grad_norm": []}
+    for tokens in loader:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        norm: Any = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        told["loss"].append(accelerator.gather(loss.detach()).mean().item())
+        told["grad_norm"].append(norm.item())
+    accelerator.save_state(str(folder / "state"))
+    accelerator.load_state(str(folder / "state"))
+    state = accelerator.get_state_dict(model)
+    return {**told, "weights": float(sum(value.double().abs().sum() for value in state.values()))}
+
+
+def looped_in_shards(folder: Path) -> dict[str, Any]:
+    """By FSDP2."""
+    plugin = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)} if world() > 1 else {}
+    accelerator = Accelerator(cpu=True, **plugin)
+    model = loaded_in_parts(folder, llama(use_cache=False), fsdp_size=2)
+    return looped(folder, world(), model, accelerator)
+
+
+def looped_in_tensors(folder: Path) -> dict[str, Any]:
+    """By tensor parallelism."""
+    more = {"parallelism_config": ParallelismConfig(tp_size=2)} if world() > 1 else {}
+    accelerator = Accelerator(cpu=True, **more)
+    return looped(folder, 1, loaded_in_parts(folder, llama(use_cache=False), tp_size=2), accelerator)
+
+
+_ALL = (whole, loaded, sharded, experts, looped_in_shards, looped_in_tensors)
 JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {job.__name__: job for job in _ALL}
 
 
