@@ -51,7 +51,7 @@ def _groups_with_policies(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 def hook_output(state: Any, register: Callable[[Any], Any], output: Any) -> Any:
     """Make the backward of a unit begin at tensors that its forward returns in objects too.
 
-    torch registers hooks on tensors in tuples, lists, dicts and, from 2.13 on, dataclasses. Of an output
+    torch registers hooks on tensors in tuples, lists, dicts and, from 2.12 on, dataclasses. Of an output
     without any of these the unit would not be all-gathered, or its gradients would not be reduced.
 
     Args:

@@ -299,7 +299,7 @@ class PipelineParallelRunner:
     ) -> Any:
         """Run one micro-batch in one stage; return (the forward's result, the stage's outputs)."""
         assert self._model_call is not None
-        # torch before 2.13 receives all with gradients.
+        # torch before 2.12 receives all with gradients.
         inputs = {
             value: tensor if trace.meta(value).requires_grad else tensor.detach()
             for value, tensor in zip(trace.stage_inputs(stage), received, strict=True)

@@ -207,16 +207,20 @@ class TrainingStage(PipelineStage):
         else:
             with self.backward_context(bwd_chunk_id, self.stage_index, last_backward), _unwrapped_errors():
                 super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if not hasattr(PipelineStage, "_get_grad_send_meta"):
+        if not self.is_first and not hasattr(PipelineStage, "_get_grad_send_meta"):
             self._fill_missing_grads(bwd_chunk_id)
 
     def _fill_missing_grads(self, chunk: int) -> None:
-        """Give inputs without a gradient zeros, as torch does from 2.12 on; before, it refuses None."""
-        received = [getattr(info, "buffer", None) for info in self.args_recv_info[chunk]]
+        """Give inputs without a gradient one of zeros: torch refuses None, and from 2.13 on sends zeros."""
+        infos: Any = self.args_recv_info[chunk]
+        # Torch 2.12 receives gradients of what has one only, and still wants to send all.
+        takes = [getattr(getattr(info, "tensor_meta", info), "requires_grad", True) for info in infos]
+        if not all(takes):
+            self.grad_send_info = [info.source if t else None for info, t in zip(infos, takes, strict=True)]
         self.bwd_cache[chunk] = tuple(
-            torch.zeros_like(buffer) if grad is None and buffer is not None else grad
+            torch.zeros_like(info.buffer) if grad is None and taken else grad
             # Behind those of what was received there may be one of the keyword argument.
-            for grad, buffer in zip(self.bwd_cache[chunk], received, strict=False)
+            for grad, info, taken in zip(self.bwd_cache[chunk], infos, takes, strict=False)
         )
 
     def clear_runtime_states(self) -> None:
