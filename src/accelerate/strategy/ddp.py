@@ -217,7 +217,15 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
             self._renew_replica(model)
         if replica is not None or not trains:
             return model
-        self._check_whole(model)
+        for name, parameter in model.named_parameters():
+            mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
+            if mesh is not None and mesh.size() == self.world.size and any(p.is_shard() for p in placements):
+                raise PrepareError(
+                    f"{type(model).__name__} cannot be replicated: it is sharded over all processes",
+                    why=f"{name} is a DTensor on {self.world.size} processes, and DDP was chosen",
+                    fix="launch with --use_fsdp: FSDP2 takes models that fully_shard has sharded; a tensor "
+                    "parallel one wants Accelerator(parallelism_config=ParallelismConfig(tp_size=...))",
+                )
         devices = None if self.world.device.type == "cpu" else [self.world.device]
         # Torch needs no output_device; programs that replace the wrapper's __init__ take both.
         options = {"device_ids": devices, "output_device": devices and devices[0]}
@@ -228,23 +236,6 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
         self._progress.append(view._progress)  # type: ignore[arg-type]
         worlds.add_group_user(view, self._use_new_group)
         return view
-
-    def _check_whole(self, model: nn.Module) -> None:
-        """Refuse a model that is sharded over all processes."""
-        for name, parameter in model.named_parameters():
-            mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
-            if mesh is None or mesh.size() != self.world.size or not any(p.is_shard() for p in placements):
-                continue
-            from torch.distributed.fsdp import FSDPModule
-
-            fix = "launch with --use_fsdp: FSDP2 takes models that fully_shard has sharded"
-            if not isinstance(model, FSDPModule) or "tp" in (mesh.mesh_dim_names or ()):
-                fix = "for tensor parallelism, Accelerator(parallelism_config=ParallelismConfig(tp_size=...))"
-            raise PrepareError(
-                f"{type(model).__name__} cannot be replicated: it is sharded over all processes",
-                why=f"{name} is a DTensor on {self.world.size} processes, and DDP was chosen",
-                fix=fix,
-            )
 
     def _use_new_group(self, view: Any) -> None:
         view._user_module.zero_grad()  # reduced on some ranks only
