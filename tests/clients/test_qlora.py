@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.clients.big import library, llama, needs
 from tests.support.ranks import RanksError, RankServer
+from tests.support.torch_versions import is_torch
 
 pytestmark = [needs("transformers", "peft", "bitsandbytes"), pytest.mark.timeout(180)]
 # What the rank server imports once.
@@ -96,6 +97,11 @@ def test_a_base_of_4_bits_is_sharded_with_its_adapters(
 ) -> None:
     """Frozen bytes and trained floats in one part; the adapters are saved whole, by peft's own names."""
     monkeypatch.chdir(tmp_path)
+    if is_torch("<2.12"):
+        with pytest.raises(RanksError, match=r"FSDP2 of torch .* cannot shard .*weight") as caught:
+            ranks(2, sharded, torch.uint8, "no", str(tmp_path / "adapter"), timeout=120)
+        assert caught.value.causing_kinds() == {"PrepareError"}
+        return
     ((losses, expected),) = ranks(1, alone)
     first, second = ranks(2, sharded, torch.uint8, "no", str(tmp_path / "adapter"), timeout=120)
     assert first[:2] == second[:2]

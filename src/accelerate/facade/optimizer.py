@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -24,10 +25,9 @@ from accelerate.world import collective
 # The kinds of options of a group that all ranks must have alike; a text may name a device.
 _PLAIN = (int, float, tuple, type(None))
 # What torch says when an operation does not know sharded tensors.
-_DTENSOR_WORDS = (
-    "Sharding propagation failed",
-    "mixed torch.Tensor and DTensor",
-    "sharding strategy registered",
+_DTENSOR_ERROR = re.compile(
+    "Sharding propagation failed|mixed torch.Tensor and DTensor|sharding strategy registered"
+    "|require placement changes|unevenly sharded"  # torch 2.10 and 2.8
 )
 
 
@@ -433,7 +433,7 @@ def current_params(strategy: Strategy | None, parameters: Any) -> list[torch.Ten
 
 def explain_sharded_step(optimizer: Optimizer, error: Exception) -> None:
     """Raise PrepareError if a step failed since the optimizer does not know sharded parameters."""
-    if not any(word in str(error) for word in _DTENSOR_WORDS):
+    if not _DTENSOR_ERROR.search(str(error)):
         return
     raise PrepareError(
         f"{type(optimizer).__name__} cannot step sharded parameters: part of the step may be done",

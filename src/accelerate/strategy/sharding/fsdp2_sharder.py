@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate.core.errors import PrepareError, warn_user
+from accelerate.core.errors import PrepareError, list_first, warn_user
 from accelerate.core.torch_internals import accepts, require
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
 from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan, model_digest, unequal_models_error
@@ -53,8 +53,10 @@ from accelerate.world import collective
 
 require("hooks of parameters")
 
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+_FLOATS_ONLY = _VERSION < (2, 12)
 # Told to average, gloo of torch 2.8 sums in a reduce-scatter, without an error; that of 2.10 averages.
-GLOO_SUMS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
+GLOO_SUMS = _VERSION < (2, 10)
 InitFunction = Callable[[nn.Module], None]
 
 
@@ -90,7 +92,7 @@ class Sharder:
         self,
         model: nn.Module,
         layout: FSDPShardingPlan,
-        optimizers: Iterable[Any],
+        optimizers: Sequence[Any],
         replaced: MutableMapping[torch.Tensor, torch.Tensor],
     ) -> None:
         """Shard ``model``; afterwards all ranks of the mesh have the weights of its first rank.
@@ -106,11 +108,12 @@ class Sharder:
             PrepareError: the ranks have other models, or torch is too old.
         """
         plugin, policy = self.plugin, layout.precision or MixedPrecisionPolicy()
-        optimizer_list = list(optimizers)
         if self.device.type == "cpu" and not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise _old_torch_error("does not compute on a CPU")
         if layout.ignored and not accepts(fully_shard, "ignored_params"):
             raise _old_torch_error("shards every parameter, and some are to be ignored")
+        if _FLOATS_ONLY:
+            _check_floats(model, layout)
         initialize, values = exchange_model_info(model, plugin.param_init_fn, self.mesh)
         if self.checkpoints and (layout.blocks or plugin.auto_wrap_policy is None):
             checkpoint_activations(model, layout.blocks, bool(plugin.activation_checkpointing_offload))
@@ -154,7 +157,7 @@ class Sharder:
                 values.expect_later(table[name])
             pairs = [(old, m._parameters[n]) for (m, n), old in before.items()]
             renewed = {id(old): (old, new) for old, new in pairs if new is not None and new is not old}
-            remap_optimizer_params(renewed, optimizer_list)
+            remap_optimizer_params(renewed, optimizers)
             replaced.update(renewed.values())
             if any(old._backward_hooks or old._post_accumulate_grad_hooks for old, _ in renewed.values()):
                 move_hooks(renewed.values())
@@ -255,6 +258,21 @@ class Sharder:
                     )
 
 
+def _check_floats(model: nn.Module, layout: FSDPShardingPlan) -> None:
+    """Refuse parameters of whole numbers."""
+    names = [
+        name
+        for name, p in model.named_parameters()
+        if p not in layout.ignored and not (p.is_floating_point() or p.is_complex())
+    ]
+    if names:
+        raise PrepareError(
+            f"FSDP2 of torch {torch.__version__} cannot shard {list_first(names)}",
+            why="before torch 2.12 it shards floating point dtypes only",
+            fix="pip install 'torch>=2.12', or quantize with bnb_4bit_quant_storage of the compute dtype",
+        )
+
+
 def _old_torch_error(problem: str) -> PrepareError:
     return PrepareError(
         f"FSDP2 of torch {torch.__version__} {problem}",
@@ -351,7 +369,7 @@ def _set_prefetch(model: nn.Module, forward: bool, backward: bool) -> None:
 
 
 def remap_optimizer_params(
-    renewed: Mapping[int, tuple[torch.Tensor, torch.Tensor]], optimizers: list[Optimizer]
+    renewed: Mapping[int, tuple[torch.Tensor, torch.Tensor]], optimizers: Sequence[Optimizer]
 ) -> None:
     """Make optimizers hold the sharded parameters, and shard their state."""
     for optimizer in optimizers:
