@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# An object may refer to anything, as to a logger.
+# How deep objects are searched: one may refer to anything, as to a logger.
 _NESTED_OBJECTS = 3
 
 

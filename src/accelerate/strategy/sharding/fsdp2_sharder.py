@@ -54,7 +54,7 @@ from accelerate.world import collective
 require("hooks of parameters")
 
 _VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-_FLOATS_ONLY = _VERSION < (2, 12)
+_FLOATS_ONLY = _VERSION < (2, 12)  # shards floating point dtypes only
 # Told to average, gloo of torch 2.8 sums in a reduce-scatter, without an error; that of 2.10 averages.
 GLOO_SUMS = _VERSION < (2, 10)
 InitFunction = Callable[[nn.Module], None]
