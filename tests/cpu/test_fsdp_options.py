@@ -456,6 +456,38 @@ def hidden_in(output: Any) -> torch.Tensor:
     return output.inner.parts[1]["hidden"] if hasattr(output, "inner") else output.hidden
 
 
+class KeptOutput(nn.Module):
+    """A model that returns nothing, and keeps its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.kept = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), dict[str, torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> None:
+        self.kept["loss"] = self.layers(x).square().mean()
+
+
+def train_with_kept_loss() -> tuple[list[float], list[float]]:
+    """The losses of three steps on equal data, and those of one process."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    torch.manual_seed(0)
+    alone = KeptOutput()
+    model, optimizer = accelerator.prepare(shared := copy.deepcopy(alone), adamw(shared))
+    reference, losses = adamw(alone), ([], [])
+    for rows in torch.randn(3, 5, 4):
+        model(rows)
+        alone(rows)
+        accelerator.backward(model.kept["loss"])
+        alone.kept["loss"].backward()
+        for each, kept, step in zip(losses, (model.kept, alone.kept), (optimizer, reference), strict=True):
+            each.append(kept["loss"].item())
+            step.step()
+            step.zero_grad()
+    return losses
+
+
 class WrappedOutput(nn.Module):
     """A layer that returns its tensor in an object."""
 
@@ -503,6 +535,12 @@ def test_gradients_are_reduced_whatever_class_an_output_has(ranks: RankServer, w
     """torch does not search objects: nothing would be trained, silently, or a unit would not be gathered."""
     for differences in ranks(2, train_with_objects, wrap, False):
         assert max(differences) < 1e-6, differences
+
+
+def test_gradients_of_a_loss_that_a_model_keeps_are_reduced(ranks: RankServer) -> None:
+    """Of a model that returns None torch would reduce none."""
+    for sharded, alone in ranks(2, train_with_kept_loss):
+        assert sharded == pytest.approx(alone, abs=1e-6)
 
 
 def test_a_static_graph_refuses_outputs_in_objects(ranks: RankServer) -> None:

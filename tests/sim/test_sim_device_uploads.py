@@ -190,6 +190,7 @@ def test_shards_are_read_straight_into_tensors_of_a_device(
     assert plan.add(there, there.meta_tensor[5:8], rows)
     assert not plan.add(there, there.meta_tensor[:3, 4:5], column)
     assert not rows.any()
+    reads.clear()  # torch before 2.12 reads all of a file to tell where its values are
     plan.run()
     assert torch.equal(rows.cpu(), LARGE[5:8])
     assert sum(size for _, size in reads) == rows.nbytes

@@ -241,7 +241,7 @@ class Sharder:
                 state: Any = module._get_fsdp_state()
                 register = state._register_pre_backward_hook
                 if not isinstance(register, partial):  # several modules may be one unit
-                    state._register_pre_backward_hook = partial(hook_output, state, register)
+                    state._register_pre_backward_hook = partial(hook_output, module, state, register)
         model._register_state_dict_hook(mark_shards)
         # A parameter that is held in a list, tuple, set or dict too is the old one there.
         for name, module in model.named_modules():

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,21 +49,23 @@ def _groups_with_policies(model: nn.Module) -> Iterator[tuple[Any, Any]]:
                     yield group, state._mp_policy
 
 
-def hook_output(state: Any, register: Callable[[Any], Any], output: Any) -> Any:
-    """Make the backward of a unit begin at tensors that its forward returns in objects too.
+def hook_output(module: nn.Module, state: Any, register: Callable[[Any], Any], output: Any) -> Any:
+    """Make the backward of a unit begin at tensors too that its forward returns in objects, or keeps.
 
     torch registers hooks on tensors in tuples, lists, dicts and, from 2.12 on, dataclasses. Of an output
     without any of these the unit would not be all-gathered, or its gradients would not be reduced.
 
     Args:
+        module: the unit. If it returns None, what it computes is in its attributes.
         state: torch's state of the unit.
         register: its own ``_register_pre_backward_hook``.
         output: what the forward returns.
     """
     output = register(output)
     if not isinstance(output, torch.Tensor) and torch.is_grad_enabled():
-        for tensor in find_hidden_tensors(output):
-            tensor.register_hook(state._pre_backward)
+        for tensor in find_hidden_tensors(SimpleNamespace(**vars(module)) if output is None else output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(state._pre_backward)
     return output
 
 
