@@ -532,6 +532,24 @@ def test_inputs_are_brought_to_a_cpu_that_computes_what_is_on_disk(places: Any, 
     torch.testing.assert_close(y.to("cpu"), expected)
 
 
+@pytest.mark.parametrize("disk", [True, False])
+def test_inputs_are_brought_to_a_cpu_that_a_whole_model_computes_on(disk: bool, tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), inputs()
+    expected = model(x)
+    model = disk_offload(model, tmp_path) if disk else cpu_offload(model, "cpu")
+    y = model(x.to("sim"))
+    assert y.device.type == "sim"
+    torch.testing.assert_close(y.to("cpu"), expected)
+
+
+def test_buffers_return_to_the_device_that_they_had(tmp_path: Path) -> None:
+    """They stay on it while the weights beside them are offloaded."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).to("sim:0").eval()
+    dispatch_model(model, {"0": 0, "1": "disk"}, offload_dir=tmp_path)
+    remove_hook_from_submodules(model)
+    assert {str(tensor.device) for tensor in model.state_dict().values()} == {"sim:0"}
+
+
 @needs("torchao")
 @torch.no_grad()
 def test_quantized_weights_of_torchao_are_moved_one_by_one(tmp_path: Path) -> None:

@@ -361,7 +361,11 @@ def _offload_all(
     values.check_complete(model)
     remove_dispatch(model)
     options = DispatchOptions(
-        device, offload_buffers, preload_classes=tuple(preload_module_classes or ()), is_offload=True
+        device,
+        offload_buffers,
+        preload_classes=tuple(preload_module_classes or ()),
+        force_hooks=devices.detect().type != "cpu",  # inputs may be on an accelerator
+        is_offload=True,
     )
     _place_and_hook(model, lambda _: home, values, options)
     return model

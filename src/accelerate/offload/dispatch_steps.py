@@ -227,7 +227,7 @@ def place_resident_tensors(
             new = move_tensor(old, slot.device)
         originals[id(old)] = old
         if (id(old), slot.device) not in resident:
-            new._original_device = CPU
+            new._original_device = CPU if old.is_meta else old.device
         return new
 
     placed: list[DeviceMapTensorSlot] = []
