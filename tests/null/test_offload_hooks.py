@@ -32,6 +32,7 @@ from accelerate.hooks import (
 from accelerate.utils import (
     OffloadedWeightsLoader,
     PrefixedDataset,
+    align_module_device,
     offload_state_dict,
     set_module_tensor_to_device,
 )
@@ -461,6 +462,19 @@ def test_removal_gives_the_parameters_back(net: Net) -> None:
     remove_hook_from_submodules(net)
     assert all(before[name] is tensor for name, tensor in net.named_parameters())
     assert torch.equal(net(X), expected)
+
+
+@torch.no_grad()
+def test_a_recurrent_layer_computes_with_the_weights_that_are_here() -> None:
+    """It has a list of its weights beside the parameters."""
+    layer, x = nn.GRU(4, 4), torch.randn(3, 2, 4)
+    expected = layer(x)[0]
+    attach_align_device_hook(layer, execution_device="cpu", offload=True)
+    assert all(torch.equal(layer(x)[0], expected) for _ in range(3))
+    with align_module_device(layer):
+        assert torch.equal(nn.GRU.forward(layer, x)[0], expected)
+    remove_hook_from_submodules(layer)
+    assert torch.equal(layer(x)[0], expected)
 
 
 def test_removal_leaves_weights_in_files_where_they_are(net: Net, tmp_path: Path) -> None:

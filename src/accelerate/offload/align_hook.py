@@ -35,9 +35,9 @@ from accelerate.offload.module_tensors import (
     has_own_tensors,
     host_source,
     materialize,
+    replace_tensor,
     restore_stand_ins,
     set_module_tensor_to_device,
-    table_of,
 )
 from accelerate.offload.offload_folder import PrefixedDataset, set_weight
 from accelerate.offload.offloaded_tensor import (
@@ -194,7 +194,7 @@ class AlignDevicesHook(ModelHook):
                 source = source_of(tensor) or host_source(self._full_name(key), tensor)
             else:
                 raise self._no_values_error(key, "offloaded", fix="load the weights first")
-            table_of(owner, name)[name] = self._make_stand_in(tensor, source)
+            replace_tensor(owner, name, self._make_stand_in(tensor, source))
 
     def _make_stand_in(self, tensor: torch.Tensor, source: TensorSource) -> OffloadedTensor:
         return make_stand_in(

@@ -235,12 +235,13 @@ def set_module_tensor_to_device(
     shared = (tied_params_map or {}).get(address) if target.type != "meta" else None
     with torch.no_grad():
         if shared is not None and target in shared:
-            table[name] = shared[target]
+            replace_tensor(owner, name, shared[target])
             return
         moved = new if check_device_same(new.device, target) else new.to(target, non_blocking=non_blocking)
         if moved is not old:
             is_parameter = name in owner._parameters
-            table[name] = as_parameter(moved, old, fp16_statistics) if is_parameter else moved.detach()
+            new = as_parameter(moved, old, fp16_statistics) if is_parameter else moved.detach()
+            replace_tensor(owner, name, new)
     if shared is not None:
         shared[target] = table[name]
     if clear_cache and old.device.type not in ("cpu", "meta") and old.device != target:
@@ -314,7 +315,7 @@ class MaterializedTensor:
         self.slots, self.tensor = slots, tensor
         self.use_stand_in(stand_in)
         for owner, name in slots:
-            table_of(owner, name)[name] = tensor
+            replace_tensor(owner, name, tensor)
 
     def use_stand_in(self, stand_in: OffloadedTensor) -> None:
         """Put this stand-in back later; its source has the values as they are now."""
