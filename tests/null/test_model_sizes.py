@@ -55,6 +55,12 @@ def test_bytes_of_every_module_and_tensor():
     assert sum(sizes[name] for name in get_module_leaves(sizes)) == 376
 
 
+def test_modules_come_before_what_is_in_them_and_parameters_before_buffers():
+    model = nn.ModuleDict({"norm": nn.InstanceNorm1d(6, track_running_stats=True), "linear": nn.Linear(2, 2)})
+    sizes = ["", "linear", "linear.weight", "linear.bias", "norm", "norm.running_mean", "norm.running_var"]
+    assert list(compute_module_sizes(model)) == [*sizes, "norm.num_batches_tracked"]
+
+
 def test_sizes_are_those_of_the_tensors_whatever_the_device():
     with torch.device("meta"):
         empty = TokenFilter()

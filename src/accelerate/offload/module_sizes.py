@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -347,7 +348,8 @@ def compute_module_sizes(
 ) -> dict[str, int]:
     """Return the bytes of every module and of every tensor by its name; ``""`` is the whole model.
 
-    A weight that several modules share counts where it comes first. Names that hold nothing count 0.
+    A module comes before what is in it, and parameters before buffers, as under 1.15. A weight that several
+    modules share counts where it comes first. Names that hold nothing count 0.
 
     Args:
         model: the model, on any device.
@@ -356,29 +358,12 @@ def compute_module_sizes(
         buffers_only: leave parameters out.
     """
     sizes: defaultdict[str, int] = defaultdict(int)
-    seen: set[int] = set()
     size = _make_size_function(dtype, special_dtypes or {})
-
-    def add(module: nn.Module, name: str) -> int | None:
-        """Return the bytes of a module; None where it has no tensor that was not counted before."""
-        prefix = f"{name}." if name else ""
-        sizes_below: list[int] = []
-        tensors = module._buffers if buffers_only else {**module._parameters, **module._buffers}
-        for key, value in tensors.items():
-            if value is not None and id(value) not in seen:
-                seen.add(id(value))
-                sizes[prefix + key] = size(prefix + key, value)
-                sizes_below.append(sizes[prefix + key])
-        for key, child in module._modules.items():
-            below = None if child is None else add(child, prefix + key)
-            if below is not None:
-                sizes_below.append(below)
-        if not sizes_below:
-            return None
-        sizes[name] = sum(sizes_below)
-        return sizes[name]
-
-    add(model, "")
+    for name, tensor in model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True):
+        count = size(name, tensor)
+        sizes[""] += count
+        for path in accumulate(name.split("."), "{}.{}".format):
+            sizes[path] += count
     return sizes
 
 
