@@ -18,7 +18,7 @@ from torch import nn
 from accelerate import Accelerator, cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
 from accelerate.core.errors import DeviceError, OffloadError, PrepareError
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
-from accelerate.utils import align_module_device, recursively_apply
+from accelerate.utils import align_module_device, recursively_apply, set_module_tensor_to_device
 from tests.sim.test_sim_pager import WIDTH, Net, built, inputs
 from tests.support import sim
 from tests.support.offloaded import mover_of
@@ -540,6 +540,15 @@ def test_inputs_are_brought_to_a_cpu_that_a_whole_model_computes_on(disk: bool, 
     y = model(x.to("sim"))
     assert y.device.type == "sim"
     torch.testing.assert_close(y.to("cpu"), expected)
+
+
+def test_a_weight_that_moves_is_not_truncated() -> None:
+    norm = nn.BatchNorm1d(WIDTH).requires_grad_(False)
+    for name in ("weight", "running_var"):
+        getattr(norm, name).fill_(0.5)
+        with pytest.warns(UserWarning, match="not truncated to torch.int8"):
+            set_module_tensor_to_device(norm, name, "sim", dtype=torch.int8)
+        assert getattr(norm, name).tolist() == [0.5] * WIDTH
 
 
 def test_buffers_return_to_the_device_that_they_had(tmp_path: Path) -> None:

@@ -201,8 +201,8 @@ def set_module_tensor_to_device(
         device: where to; ``"meta"`` drops the values.
         value: other values.
         dtype: of the new tensor, if it is floating point; otherwise other values get that of the old one.
-            A weight that keeps its values and device, or that is trained, is not converted to integers, and a
-            warning says so.
+            A weight that keeps its values, or that is trained, is not converted to integers, and a warning
+            says so.
         fp16_statistics: the scales that go with 8-bit values.
         tied_params_map: address of a tensor -> device -> its copy there. A tied tensor is copied once.
         non_blocking: do not wait for the copy.
@@ -270,7 +270,7 @@ def _cast_own_values(
     name: str, value: torch.Tensor, target: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return floating point values of a tensor in another dtype; leave them where it would truncate them."""
-    is_kept = value.requires_grad or (check_device_same(value.device, target) and not value.is_meta)
+    is_kept = value.requires_grad or target.type != "meta"
     if is_kept and not (dtype.is_floating_point or dtype.is_complex):
         warn_user(f"{name} stays {value.dtype}: its values were not truncated to {dtype}; pass a value")
         return value
