@@ -173,3 +173,11 @@ def test_hooks_run_around_the_forward_without_names_of_the_compiler(monkeypatch:
     x = torch.ones(1, 4)
     assert torch.equal(compiled_model(x), model(x))
     assert compiled_model(x).dtype is torch.float32
+
+
+def test_every_mode_of_inductor_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``TrainingArguments(torch_compile_mode=...)`` of transformers hands the mode on by the variable."""
+    for mode in torch._inductor.list_mode_options():
+        assert TorchDynamoPlugin(backend="inductor", mode=mode).to_kwargs().get("mode", "default") == mode
+        monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", mode)
+        assert TorchDynamoPlugin().mode == mode

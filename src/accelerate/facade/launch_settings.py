@@ -132,7 +132,9 @@ class CompileSettings:
         help="compile models with this backend of torch.compile",
         question="torch.compile backend?",
     )
-    dynamo_mode: Literal["default", "reduce-overhead", "max-autotune"] | None = setting(
+    dynamo_mode: (
+        Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite"] | None
+    ) = setting(
         None, help="what the compiler optimises for", question="torch.compile mode?", when=_COMPILED
     )
     dynamo_use_fullgraph: bool = setting(
