@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from accelerate import Accelerator, utils
 from accelerate.core.errors import (
-    FeatureNotBuiltError,
     LaunchError,
     MissingExtraError,
     SettingError,
@@ -397,11 +397,12 @@ def test_a_context_of_the_chosen_precision():
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_a_scaler_for_replicated_training_only():
+def test_a_scaler_for_each_way_of_training():
     assert get_grad_scaler(init_scale=4.0, enabled=False).is_enabled() is False
     assert isinstance(get_grad_scaler(DistributedType.MULTI_CPU), torch.amp.GradScaler)
-    with pytest.raises(FeatureNotBuiltError, match="FSDP"):
-        get_grad_scaler(DistributedType.FSDP)
+    assert isinstance(get_grad_scaler(DistributedType.DEEPSPEED), torch.amp.GradScaler)
+    sharded = get_grad_scaler(DistributedType.FSDP, init_scale=4.0)
+    assert (type(sharded), sharded.get_scale()) == (ShardedGradScaler, 4.0)
 
 
 # --- recipes

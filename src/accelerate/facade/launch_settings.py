@@ -134,9 +134,7 @@ class CompileSettings:
     )
     dynamo_mode: (
         Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite"] | None
-    ) = setting(
-        None, help="what the compiler optimises for", question="torch.compile mode?", when=_COMPILED
-    )
+    ) = setting(None, help="what the compiler optimises for", question="torch.compile mode?", when=_COMPILED)
     dynamo_use_fullgraph: bool = setting(
         False,
         help="fail rather than split a model into several graphs",

@@ -315,25 +315,17 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
     """Return a gradient scaler for this process's device.
 
     Args:
-        distributed_type: how the model is trained; None for one process or data parallelism.
+        distributed_type: how the model is trained. Under FSDP the ranks agree on overflows in their shards.
         kwargs: arguments of ``torch.amp.GradScaler``.
-
-    Raises:
-        FeatureNotBuiltError: ``distributed_type`` shards gradients.
     """
     import torch
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    from accelerate.facade.enums import DistributedType
     from accelerate.world import world as worlds
 
-    replicated = {DistributedType.NO, *(device.distributed_type for device in devices.DEVICES)}
-    if distributed_type is not None and distributed_type not in replicated:
-        raise FeatureNotBuiltError(
-            f"a gradient scaler for {DistributedType(distributed_type).value} is not built yet",
-            why="it has to agree on overflows over shards, and comes with the strategy",
-        )
     world = worlds.current()
-    return torch.amp.GradScaler((world.hardware if world else devices.detect()).type, **kwargs)
+    scaler = ShardedGradScaler if distributed_type == "FSDP" else torch.amp.GradScaler
+    return scaler((world.hardware if world else devices.detect()).type, **kwargs)
 
 
 # --- any Python object
