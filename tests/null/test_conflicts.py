@@ -28,7 +28,6 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 NO = "do not go together"
 CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("", {"use_cpu": True, "multi_gpu": True}, ["--cpu and --multi_gpu", NO]),
-    ("", {"use_cpu": True, "gpu_ids": "0"}, ["--cpu and --gpu_ids", NO]),
     ("", {"module": True, "no_python": True}, ["--module and --no_python", NO]),
     ("", {"use_fsdp": True, "use_other": True}, ["--use_fsdp and --use_other", NO]),
     ("", {"use_deepspeed": True, "use_fsdp": True}, [NO, "--use_deepspeed", "--use_fsdp"]),

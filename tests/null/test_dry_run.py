@@ -259,6 +259,7 @@ IDLE = [
         "--main_process_ip has no effect: there is one machine, whose processes meet at 127.0.0.1",
     ),
     (["--role", "x"], "--role has no effect: one process is in no group"),
+    (["--cpu", "--gpu_ids", "0"], "--gpu_ids has no effect: the processes run on the CPU"),
     (
         ["--stop_timeout", "5"],
         "--stop_timeout has no effect: the launcher becomes the script, and no process waits for another",

@@ -188,7 +188,6 @@ def test_an_unknown_type_of_group_suggests_the_nearest(asks: Any, tmp_path: Path
     ("flags", "words"),
     [
         ({"use_cpu": True, "multi_gpu": True}, ["--cpu", "--multi_gpu"]),
-        ({"use_cpu": True, "gpu_ids": "0"}, ["--cpu", "--gpu_ids"]),
         ({"module": True, "no_python": True}, ["--module", "--no_python"]),
         ({"machine_rank": "2", "num_machines": "2"}, ["--machine_rank is 2", "--num_machines is 2"]),
         ({"machine_rank": "1"}, ["--machine_rank is 1", "num_machines is 1 (the default)"]),

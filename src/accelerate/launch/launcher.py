@@ -139,20 +139,17 @@ class SettingConflictRule:
         first: a setting.
         second: another one.
         why: what they ask for.
-        flags_only: only where both were typed: files describe more than one job needs.
     """
 
     first: str
     second: str
     why: str
-    flags_only: bool = False
 
 
 CONFLICTS = (
     SettingConflictRule("use_cpu", "multi_gpu", "one asks for the CPU, the other insists on accelerators"),
     SettingConflictRule("use_cpu", "tpu", "each asks for another device"),
     SettingConflictRule("multi_gpu", "tpu", "each asks for another device"),
-    SettingConflictRule("use_cpu", "gpu_ids", "a CPU has no device numbers", flags_only=True),
     SettingConflictRule("ray", "tpu", "each starts the processes in its own way"),
     SettingConflictRule(
         "ray", "print_manifest", "Ray starts the processes, a manifest has a cluster start them"
@@ -206,7 +203,7 @@ def _refuse_conflicts(request: LaunchRequest) -> None:
         SettingError: there are some; the error names both places.
     """
     for clash in CONFLICTS:
-        if _is_on(request, clash.first, clash.flags_only) and _is_on(request, clash.second, clash.flags_only):
+        if _is_on(request, clash.first) and _is_on(request, clash.second):
             raise _conflict_error(
                 request.origin(clash.first).where, request.origin(clash.second).where, clash.why
             )
@@ -229,11 +226,8 @@ def _refuse_conflicts(request: LaunchRequest) -> None:
             )
 
 
-def _is_on(request: LaunchRequest, name: str, flags_only: bool = False) -> bool:
-    if name not in request.origins:
-        return False
-    origin = request.origin(name)
-    return bool(origin.value) and (origin.source == "flag" or not flags_only)
+def _is_on(request: LaunchRequest, name: str) -> bool:
+    return name in request.origins and bool(request.get(name))
 
 
 def _conflict_error(one: str, other: str, why: str) -> SettingError:
