@@ -11,7 +11,7 @@ from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.core.errors import SettingError
 from accelerate.facade.runtime import choose_strategy
 from accelerate.strategy.base import StrategyRequest
@@ -129,3 +129,15 @@ def test_a_wrapped_model_makes_no_cache_while_blocks_are_computed_again() -> Non
     with torch.no_grad():
         assert model(rows)[1] is True
     assert model.eval()(rows)[1] is True
+
+
+@pytest.mark.parametrize(("kind", "is_sharded"), [("FULL_STATE_DICT", False), ("SHARDED_STATE_DICT", True)])
+def test_the_launcher_says_how_a_mesh_is_saved(
+    kind: str, is_sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``fsdp_state_dict_type`` of a file does beside ``parallelism_config``."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", kind)
+    request = StrategyRequest(World.fake(2), parallelism=ParallelismConfig(dp_shard_size=2))
+    chosen: Any = choose_strategy(request)
+    assert (chosen.plugin.state_dict_type.name, chosen.saves_sharded) == (kind, is_sharded)

@@ -305,7 +305,7 @@ class DeviceMeshStrategy(MeshDataSharding, FSDP2Strategy):  # type: ignore[overr
         super().__init__(request)
         self.config: ParallelismConfig = request.parallelism
         self.config.fits(self.world.size)
-        self._asked = any(plugin is self.plugin for plugin in request.plugins)
+        self._asked = FSDP2Strategy.selection.is_requested(request)
         if not self._asked:
             # Libraries that save by themselves read this: a model is a full state dict in its own file.
             self.plugin.set_state_dict_type("FULL_STATE_DICT")
@@ -330,7 +330,7 @@ class DeviceMeshStrategy(MeshDataSharding, FSDP2Strategy):  # type: ignore[overr
 
     @property
     def saves_sharded(self) -> bool:
-        """Return whether checkpoints are sharded: unless a plugin asks for full state dicts."""
+        """Return whether checkpoints are sharded: unless FSDP is asked for, with full state dicts."""
         return super().saves_sharded or not self._asked
 
     @property
