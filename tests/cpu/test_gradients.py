@@ -136,7 +136,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "unused": {"ddp": {"find_unused_parameters": True}, "model": {"spare": True}},
     "views": {"ddp": {"gradient_as_bucket_view": True}},
     "static": {"ddp": {"static_graph": True}},
-    "small buckets": {"ddp": {"bucket_cap_mb": 1}},
+    "small buckets": {"ddp": {"bucket_cap_mb": 0.001}},
     "buckets of torch": {"ddp": {"bucket_cap_mb": None}},
     "sparse": {"model": {"sparse": True}},
     "each": {"plugin": {"sync_each_batch": True}},

@@ -61,7 +61,7 @@ def test_the_timeout_is_that_of_the_group(ranks: RankServer, opened_by: str, app
 # ---------------------------------------------------------------- replicas
 
 REPLICAS: dict[str, Any] = {
-    "bucket_cap_mb": 3,
+    "bucket_cap_mb": 0.1,
     "gradient_as_bucket_view": True,
     "find_unused_parameters": True,
     "comm_hook": "fp16",

@@ -221,7 +221,8 @@ def test_what_is_meant_is_taken() -> None:
     assert DataLoaderConfiguration(non_blocking=None).non_blocking is False  # type: ignore[arg-type]
     kwargs = DistributedDataParallelKwargs(comm_hook="fp16")  # type: ignore[arg-type]
     assert kwargs.comm_hook is accelerate.utils.DDPCommunicationHookType.FP16
-    assert DistributedDataParallelKwargs(bucket_cap_mb=None).to_kwargs() == {"bucket_cap_mb": None}
+    for size in (None, 0, 0.5):  # torch takes parts of a MB; 0 is a bucket for each parameter
+        assert DistributedDataParallelKwargs(bucket_cap_mb=size).to_kwargs() == {"bucket_cap_mb": size}
     assert ProjectConfiguration(Path("a")).project_dir == Path("a")
     assert MegatronLMPlugin(consumed_samples=(1, 2)).consumed_samples == [1, 2]  # type: ignore[arg-type]
     several = Accelerator(deepspeed_plugin={"a": DeepSpeedPlugin()}).state.deepspeed_plugins

@@ -23,7 +23,7 @@ from accelerate.core.argument_checks import KwargsHandler, check_arguments
 from accelerate.core.errors import PrepareError, SettingError, list_first, user_line, warn_user
 from accelerate.core.option_report import OptionStatus, RequestedOption, non_default_options
 from accelerate.core.torch_internals import require
-from accelerate.core.value_types import BaseEnum, PositiveInt
+from accelerate.core.value_types import BaseEnum, NonNegativeInt, PositiveNumber
 from accelerate.strategy.base import (
     PrepareBundle,
     PrepareStep,
@@ -75,7 +75,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     dim: int = 0
     broadcast_buffers: bool = True
-    bucket_cap_mb: PositiveInt | None = 25
+    bucket_cap_mb: NonNegativeInt | PositiveNumber | None = 25
     find_unused_parameters: bool = False
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
@@ -473,9 +473,9 @@ def _describe_difference(option: RequestedOption, replica: DistributedDataParall
         return "" if has_state else "there is no comm_hook of the PowerSGD family that it could belong to"
     name, actual = option.name, logged.get(option.name, getattr(replica, option.name, None))
     if name == "bucket_cap_mb":
-        if option.value is None:
+        if option.value is None or int(option.value * 2**20) == logged["bucket_cap_bytes"]:
             return ""
-        actual = logged["bucket_cap_bytes"] // 2**20
+        actual = f"{logged['bucket_cap_bytes'] / 2**20:g}"
     return "" if actual == option.value else f"the reducer has {actual}"
 
 
