@@ -305,7 +305,8 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "offload.device_maps: check_device_map check_tied_parameters_on_same_device clean_device_map "
         "fallback_allocate get_balanced_memory get_max_memory infer_auto_device_map"
     )
-    | exports("facade.v1_utilities: get_grad_scaler get_mixed_precision_context_manager")
+    | exports("facade.v1_utilities: get_mixed_precision_context_manager")
+    | exports("strategy.sharding.fsdp_utils: get_grad_scaler")
     | exports("checkpoint.layout: WEIGHTS_INDEX_NAME")
     | exports("checkpoint.weight_files: load_state_dict id_tensor_storage")
     | exports("facade.big_model_loading: load_checkpoint_in_model")

@@ -23,9 +23,6 @@ from accelerate.watch.console import get_logger
 from accelerate.world import clusters
 
 if TYPE_CHECKING:
-    import torch
-
-    from accelerate.facade.enums import DistributedType
     from accelerate.precision.autocast import AutocastKwargs
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -309,23 +306,6 @@ def get_mixed_precision_context_manager(
     if state.mixed_precision == "no" and autocast_kwargs is not None:
         return autocast(hardware, None, autocast_kwargs)
     return PRECISIONS.get(state.mixed_precision)(hardware).forward_context(autocast_kwargs)
-
-
-def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Return a gradient scaler for this process's device.
-
-    Args:
-        distributed_type: how the model is trained. Under FSDP the ranks agree on overflows in their shards.
-        kwargs: arguments of ``torch.amp.GradScaler``.
-    """
-    import torch
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    from accelerate.world import world as worlds
-
-    world = worlds.current()
-    scaler = ShardedGradScaler if distributed_type == "FSDP" else torch.amp.GradScaler
-    return scaler((world.hardware if world else devices.detect()).type, **kwargs)
 
 
 # --- any Python object

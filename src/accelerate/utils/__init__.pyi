@@ -116,7 +116,6 @@ from accelerate.facade.v1_utilities import get_cpu_distributed_information as ge
 from accelerate.facade.v1_utilities import get_current_device_type as get_current_device_type
 from accelerate.facade.v1_utilities import get_driver_version as get_driver_version
 from accelerate.facade.v1_utilities import get_gpu_info as get_gpu_info
-from accelerate.facade.v1_utilities import get_grad_scaler as get_grad_scaler
 from accelerate.facade.v1_utilities import get_int_from_env as get_int_from_env
 from accelerate.facade.v1_utilities import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
@@ -263,6 +262,7 @@ from accelerate.strategy.sharding.fsdp_utils import (
     fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
 )
 from accelerate.strategy.sharding.fsdp_utils import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
+from accelerate.strategy.sharding.fsdp_utils import get_grad_scaler as get_grad_scaler
 from accelerate.strategy.sharding.fsdp_utils import get_parameters_from_modules as get_parameters_from_modules
 from accelerate.strategy.sharding.plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,

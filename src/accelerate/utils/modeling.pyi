@@ -7,7 +7,6 @@ from accelerate.checkpoint.weight_files import load_state_dict as load_state_dic
 from accelerate.facade.big_model_loading import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.facade.module_queries import convert_file_size_to_int as convert_file_size_to_int
 from accelerate.facade.module_queries import is_peft_model as is_peft_model
-from accelerate.facade.v1_utilities import get_grad_scaler as get_grad_scaler
 from accelerate.facade.v1_utilities import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
@@ -42,6 +41,7 @@ from accelerate.offload.module_tensors import has_offloaded_params as has_offloa
 from accelerate.offload.module_tensors import load_offloaded_weights as load_offloaded_weights
 from accelerate.offload.module_tensors import retie_parameters as retie_parameters
 from accelerate.offload.module_tensors import set_module_tensor_to_device as set_module_tensor_to_device
+from accelerate.strategy.sharding.fsdp_utils import get_grad_scaler as get_grad_scaler
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

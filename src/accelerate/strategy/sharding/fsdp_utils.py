@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from accelerate import device as devices
 from accelerate.core import environ
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
@@ -19,6 +21,7 @@ from accelerate.strategy.sharding.fsdp2_sharder import GLOO_SUMS, average_on_cpu
 from accelerate.strategy.sharding.fsdp_unit_plan import find_units
 from accelerate.strategy.sharding.full_state import local_shard
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
+from accelerate.world import world as worlds
 
 # The parts that torch's wrappers add to names.
 _WRAPPER_NAMES = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.")
@@ -141,6 +144,18 @@ def fsdp2_load_full_state_dict(
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
     """Return torch's own scaler: it supports DTensors, and all ranks skip a step together."""
     return torch.amp.GradScaler(**kwargs)
+
+
+def get_grad_scaler(distributed_type: str | None = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """Return a gradient scaler for this process's device.
+
+    Args:
+        distributed_type: how the model is trained. Under FSDP the ranks agree on overflows in their shards.
+        kwargs: arguments of ``torch.amp.GradScaler``.
+    """
+    world = worlds.current()
+    scaler = ShardedGradScaler if distributed_type == "FSDP" else torch.amp.GradScaler
+    return scaler((world.hardware if world else devices.detect()).type, **kwargs)
 
 
 def get_parameters_from_modules(
