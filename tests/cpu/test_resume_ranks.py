@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler
 
 from tests.support.interrupted import BATCH, COUNT, Stream, loader, noise
 from tests.support.long_run import LONG_RUN, long_run_param, select_cases
@@ -323,3 +323,29 @@ def test_the_random_numbers_of_1x(ranks: RankServer, workers: int) -> None:
         assert after == raw_after, "the global random numbers after an epoch"
         if workers == 0:  # workers draw others on each process
             assert batches == raw
+
+
+def order_of_1x(sampler: str, dispatch: bool | None) -> tuple[list[Any], float]:
+    """Return this rank's samples of an epoch, one per step, and a global random number after it."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    config = DataLoaderConfiguration(legacy_random_numbers=True, dispatch_batches=dispatch)
+    accelerator = Accelerator(dataloader_config=config)
+    torch.manual_seed(7)
+    kinds = {"shuffled": RandomSampler(range(12)), "subset": SubsetRandomSampler(range(12))}
+    loader = accelerator.prepare(DataLoader(range(12), sampler=kinds[sampler]))  # type: ignore[arg-type]
+    return [batch.item() for batch in loader], torch.rand(()).item()
+
+
+def test_which_samplers_1x_seeds(ranks: RankServer) -> None:
+    """Each that has an attribute for a generator; none of a loader that rank 0 reads for all."""
+    torch.manual_seed(7)
+    plain = [batch.item() for batch in DataLoader(range(12), shuffle=True)]  # type: ignore[arg-type]
+    assert ranks(2, order_of_1x, "shuffled", True)[0] == (plain[::2], torch.rand(()).item())
+    torch.manual_seed(7)
+    generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    order = torch.randperm(12, generator=generator).tolist()
+    (first, after), (second, _) = ranks(2, order_of_1x, "subset", None)
+    assert (first, second) == (order[::2], order[1::2])
+    torch.empty((), dtype=torch.int64).random_()  # the seed of the epoch's workers
+    assert after == torch.rand(()).item()

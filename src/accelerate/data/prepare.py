@@ -66,10 +66,11 @@ class DataLoaderConfiguration:
         use_stateful_dataloader: after a checkpoint is loaded, a loader goes on by itself where it was in its
             epoch, instead of beginning that epoch again for ``skip_first_batches``. Where torchdata is
             installed, loaders are instances of its ``StatefulDataLoader``, and ``state_dict`` has its form.
-        legacy_random_numbers: the random numbers of Accelerate 1.x. On several processes, a random sampler
-            without a generator gets one, seeded by a draw in ``prepare``. On one process, workers and streams
-            draw what they draw in plain torch; after a resume inside an epoch they then draw other numbers.
-            Persistent workers also serve ``skip_first_batches``: 1.x starts others for it, by one more draw.
+        legacy_random_numbers: the random numbers of Accelerate 1.x. On several processes, a sampler whose
+            ``generator`` is None gets one, seeded by a draw in ``prepare``, but not with ``dispatch_batches``
+            or ``use_seedable_sampler``. On one process, workers and streams draw what they draw in plain
+            torch; after a resume inside an epoch they then draw other numbers. Persistent workers also serve
+            ``skip_first_batches``: 1.x starts others for it, by one more draw.
     """
 
     split_batches: bool = False
@@ -134,11 +135,11 @@ def prepare_data_loader(
     if count > 1 and isinstance(dataloader, DataLoaderShard) and not dataloader._is_accelerate_prepared:
         dataloader, skipped = dataloader.base_dataloader, dataloader.skip_batches  # each rank reads all
     base = _with_seedable_sampler(dataloader, data_seed) if use_seedable_sampler else dataloader
-    if legacy_random_numbers and count > 1:
-        base = _with_seeded_generator(base)
     dispatch = dispatch_batches
     if dispatch is None:
         dispatch = count == world[0] and put_on_device and isinstance(dataloader.dataset, IterableDataset)
+    if legacy_random_numbers and count > 1 and not (dispatch or use_seedable_sampler):
+        base = _with_seeded_generator(base)
     if shard == "auto" and count < world[0]:
         sharding_detection.check_data_shard(dataloader, count, index)
     keeps_own = count > 1 and not shard
@@ -266,9 +267,9 @@ def _with_seedable_sampler(loader: DataLoader[Any], seed: int | None) -> DataLoa
 
 
 def _with_seeded_generator(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return the loader with a generator for its random sampler, seeded by a draw, if that has none."""
+    """Return the loader with a generator, seeded by a draw, for a sampler whose attribute for it is None."""
     sampler = get_sampler(loader)
-    if type(sampler) is not RandomSampler or sampler.generator is not None:
+    if sampler is find_batch_sampler(loader) or getattr(sampler, "generator", loader) is not None:
         return loader
     twin = copy.copy(sampler)
     seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
