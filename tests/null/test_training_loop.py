@@ -226,6 +226,16 @@ def test_an_accelerator_may_follow_another_with_other_settings() -> None:
         accelerator.end_training()
 
 
+def test_a_gradient_state_from_before_the_accelerator_is_its_own() -> None:
+    """A program may ask for it first, as for ``PartialState``."""
+    state = GradientState()
+    accelerator, _, _, loader = trainer(3)
+    assert accelerator.gradient_state is state
+    assert state.num_steps == 3
+    assert [state.end_of_dataloader for _ in loader][-2:] == [False, True]
+    assert Accelerator().gradient_state is not state
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_what_another_accelerator_has_prepared_follows_the_newest(interrupted: bool) -> None:
     """It stepped by the windows of the first, and with gradients that nobody had unscaled."""

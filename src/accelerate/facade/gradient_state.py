@@ -99,8 +99,10 @@ class GradientState:
     def create(
         cls, plugin: GradientAccumulationPlugin | None = None, loaders: ActiveLoaders | None = None
     ) -> GradientState:
-        """Create a new one, which becomes the current."""
-        state = super().__new__(cls)
+        """Return a new one, which becomes the current, or the one from before the first Accelerator."""
+        state = cls._current
+        if state is None or getattr(state, "loaders", None) is not UNOWNED:
+            state = super().__new__(cls)
         state.plugin_kwargs = plugin.to_kwargs() if plugin is not None else {}
         state.loaders = ActiveLoaders() if loaders is None else loaders
         vars(state).update(_WITHOUT_GRADIENTS)
