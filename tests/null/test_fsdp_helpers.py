@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.fsdp.wrap import always_wrap_policy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -15,11 +16,13 @@ from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.core.errors import SettingError
 from accelerate.facade.runtime import choose_strategy
 from accelerate.strategy.base import StrategyRequest
+from accelerate.strategy.protocol.gradient_sync import GradientSync
 from accelerate.strategy.sharding.activation_checkpointing import (
     checkpoint_activations,
     offload_inputs,
     offloads_inputs,
 )
+from accelerate.strategy.sharding.fsdp_unit_plan import find_units
 from accelerate.strategy.sharding.full_state import shard_mesh_dims
 from accelerate.world.world import World
 
@@ -86,6 +89,44 @@ def test_a_block_that_fails_leaves_no_hook_behind() -> None:
     block(rows).sum().backward()
     assert rows.grad is not None
     assert torch.allclose(rows.grad, block.inner.weight.sum(0).expand(2, 3))
+
+
+def test_hooks_of_a_block_that_is_computed_again_see_its_first_inputs() -> None:
+    """What a hook has changed was changed once more in the backward: the gradients were those of others."""
+    rows, gradients = torch.randn(2, 3), []
+    for again in (False, True):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+        block.register_forward_pre_hook(lambda _, args: (args[0] * 0.5,))
+        if again:
+            checkpoint_activations(block, [block], offload=True)
+        block(rows).sum().backward()
+        gradients.append(block[0].weight.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_two_backwards_compute_a_block_again_twice() -> None:
+    """torch's own context stops the second one with an AttributeError."""
+    block = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    checkpoint_activations(block, [block])
+    out = block(torch.randn(2, 3))
+    out.sum().backward(retain_graph=True)
+    once = block[0].weight.grad.clone()
+    out.sum().backward()
+    torch.testing.assert_close(block[0].weight.grad, 2 * once)
+
+
+def test_what_attention_computes_with_is_in_its_unit() -> None:
+    """It does not call its layers, so that nothing all-gathers them, and nothing reduces their gradients."""
+    block = nn.TransformerEncoderLayer(8, 2, 8)
+    units = find_units(nn.Sequential(block), always_wrap_policy, set())
+    assert {block.self_attn, block.linear1} <= set(units)
+    assert block.self_attn.out_proj not in units
+
+
+def test_clipping_values_of_no_gradient() -> None:
+    """Other ranks may hold all of them."""
+    GradientSync().clip_value([nn.Parameter(torch.ones(2))], 0.1)
 
 
 def test_inputs_stay_where_nothing_is_computed_again() -> None:

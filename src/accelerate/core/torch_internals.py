@@ -150,7 +150,8 @@ INTERNALS = (
             "torch.distributed.fsdp._flat_param": "FlatParamHandle.flat_param "
             "FlatParamHandle.uses_sharded_strategy FlatParamHandle.rank FlatParamHandle.world_size "
             "FlatParamHandle.process_group FlatParamHandle.device FlatParamHandle._use_orig_params "
-            "FlatParamHandle.needs_unshard FlatParamHandle._reset_flat_param_grad_info_if_needed "
+            "FlatParamHandle.needs_unshard FlatParamHandle.prepare_gradient_for_backward "
+            "FlatParameter._post_backward_hook_state FlatParamHandle._reset_flat_param_grad_info_if_needed "
             "FlatParameter._sharded_size FlatParameter._params FlatParameter._local_shard "
             "FlatParameter._full_param_padded FlatParameter._shared_param_infos "
             "FlatParameter._numels_with_padding FlatParameter._is_padding_mask FlatParameter._param_infos "
@@ -162,7 +163,7 @@ INTERNALS = (
     Internals(
         "activation checkpointing",
         ("strategy/sharding/",),
-        {"torch.distributed._composable.checkpoint_activation": "checkpoint"},
+        {"torch.distributed._composable.checkpoint_activation": "checkpoint _no_hook"},
     ),
     Internals(
         "DDP",

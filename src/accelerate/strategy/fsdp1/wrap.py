@@ -253,7 +253,7 @@ class FSDP1Wrapper:
         with warnings.catch_warnings():
             # The user asked for it by name.
             warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy is deprecated")
-            return FullyShardedDataParallel(
+            unit = FullyShardedDataParallel(
                 part,
                 device_mesh=self.mesh,
                 sharding_strategy=self.strategy,
@@ -267,6 +267,11 @@ class FSDP1Wrapper:
                 limit_all_gathers=plugin.limit_all_gathers,
                 use_orig_params=bool(plugin.use_orig_params),
             )
+        if (handle := unit._handle) is not None:
+            handle.prepare_gradient_for_backward = partial(
+                _prepare_backward, handle, handle.prepare_gradient_for_backward
+            )
+        return unit
 
     @torch.no_grad()
     def _materialize(
@@ -312,6 +317,21 @@ class FSDP1Wrapper:
         if not self.plugin.sync_module_states:
             _check_equal_weights(t for key, t in tensors.items() if key not in unwritten)
         return [(m, name) for m, table in tables for name, t in table.items() if id(t) in unwritten]
+
+
+def _prepare_backward(handle: Any, prepare: Callable[[], None]) -> None:
+    """Call torch's ``prepare`` of a unit; refuse a second backward through its last forward.
+
+    torch reduces gradients, and frees the unsharded parameters, in the first one.
+    """
+    flat = handle.flat_param
+    if flat.requires_grad and not hasattr(flat, "_post_backward_hook_state"):
+        raise PrepareError(
+            "a second backward through one forward of a model under FSDP1",
+            why="torch reduces the gradients of a unit once for each forward; torch.autograd.grad counts too",
+            fix="fsdp_version=2, or add the losses and run one backward",
+        )
+    prepare()
 
 
 def warn_of_hooks(model: nn.Module) -> None:

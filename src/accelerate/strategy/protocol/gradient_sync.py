@@ -160,9 +160,7 @@ class GradientSync:
 
     def clip_value(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
         """Clamp each gradient element to ``[-limit, limit]``."""
-        parameters = list(parameters)
-        groups = _group_by_mesh(parameters)
-        for group in groups if len(groups) > 1 else [parameters]:
+        for group in _group_by_mesh(parameters):  # none where other ranks hold all gradients
             nn.utils.clip_grad_value_(group, limit)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:

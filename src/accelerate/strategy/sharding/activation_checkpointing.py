@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,33 @@ from accelerate.core.torch_internals import require
 
 require("activation checkpointing")
 
+from torch.distributed._composable import checkpoint_activation  # noqa: E402
 from torch.distributed._composable.checkpoint_activation import checkpoint  # noqa: E402
 
 # The attribute in which a block keeps the context that it has entered in its forward.
 _CONTEXT = "_accelerate_inputs_on_host"
+
+
+class _Recomputation:
+    """Compute a block again without the hooks of ``checkpoint``.
+
+    torch's own context is a generator, so the second backward through a graph (``retain_graph=True``, the
+    gradient of an input) could not enter it.
+    """
+
+    def __init__(self, block: nn.Module, context: AbstractContextManager[Any] | None = None) -> None:
+        self.state, self.context = checkpoint.state(block), context or nullcontext()
+
+    def __enter__(self) -> None:
+        self.context.__enter__()
+        self.before, self.state.enable_hook = self.state.enable_hook, False
+
+    def __exit__(self, *error: Any) -> None:
+        self.state.enable_hook = self.before
+        self.context.__exit__(*error)
+
+
+checkpoint_activation._no_hook = _Recomputation  # type: ignore[assignment]
 
 
 def checkpoint_activations(model: nn.Module, blocks: list[nn.Module], offload: bool = False) -> None:
@@ -43,10 +67,14 @@ def checkpoint_activations(model: nn.Module, blocks: list[nn.Module], offload: b
     inside = {part for block in blocks for part in block.modules() if part is not block}
     for block in blocks:
         if block not in inside:
+            hooks = list(block._forward_pre_hooks)
             if offload:
                 offload_inputs(block)
             _keep_statistics(block)
             checkpoint(block)
+            # It computes the block again from what its hook sees, and so calls the program's hooks again.
+            for hook in hooks:
+                block._forward_pre_hooks.move_to_end(hook)
     # A recomputed block would put its keys and values into the cache twice. The model that makes the cache
     # may be inside of others that know none, such as PEFT's.
     for module in model.modules():

@@ -450,7 +450,9 @@ def call_hooks_of_unit(unit: nn.Module, modules: Iterable[nn.Module]) -> None:
         handle.remove()
         for whole, hooks in {module._parameters[name]: hooks for module, name, hooks in hooks_of}.items():
             if whole is not None:
-                whole.register_hook(_caller_of(hooks))
+                trains = whole.requires_grad  # one that was frozen since may train later
+                whole.requires_grad_(True).register_hook(_caller_of(hooks))
+                whole.requires_grad_(trains)
 
     uncompiled: Any = torch.compiler.disable(attach)
     handle = unit.register_forward_pre_hook(uncompiled)

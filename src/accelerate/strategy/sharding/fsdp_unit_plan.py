@@ -162,6 +162,11 @@ def find_units(model: nn.Module, policy: Any, ignored: set[nn.Module]) -> list[n
     if policy is None:
         return []
     selected_modules = _apply_policy(model, policy, ignored)
+    # Its forward computes with their weights, and does not call them: nothing would all-gather these.
+    uncalled = {
+        part for m in model.modules() if isinstance(m, nn.MultiheadAttention) for part in [*m.modules()][1:]
+    }
+    selected_modules -= uncalled
     ordered = [part for part in _modules_bottom_up(model) if part in selected_modules and part is not model]
     return _drop_sharing_units(
         model,

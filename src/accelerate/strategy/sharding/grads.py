@@ -161,6 +161,7 @@ class UsedParams:
         upcast: whether weights that trained when the model was sharded are stored in float32.
         used: those with a gradient of this rank in the running backward.
         filled: those with zeros in it, and no gradient of an earlier one.
+        kept: the units that stay unsharded for the backward of a backward.
     """
 
     params: list[Any]
@@ -168,16 +169,30 @@ class UsedParams:
     upcast: bool
     used: set[Any] = field(default_factory=set)
     filled: set[Any] = field(default_factory=set)
+    kept: set[Any] = field(default_factory=set)
     task: int = -1
 
     def post_backward(self, group: Any, reduce: Callable[..., None], *args: Any) -> None:
         """Call ``reduce``, which is torch's ``post_backward`` of a unit, on gradients of all parameters.
 
         A unit without any gradient of this rank is left as it is: torch comes to it at the end, where other
-        ranks do not wait for it.
+        ranks do not wait for it. After a backward that makes a graph of its own (``create_graph=True``) of
+        other gradients, the unsharded parameters stay for the backward through that graph.
         """
+        held = [whole for p in group.fsdp_params if (whole := unsharded_param(p)) is not None]
+        if torch.is_grad_enabled() and all(whole.grad is None for whole in held):
+            self._keep_unsharded(group)
+            return
+        if not held:  # no forward has used the unit yet
+            return
         wholes: dict[Any, Any] = {p: unsharded_param(p) for p in group.fsdp_params if group.reduce_grads}
-        trained = {p: whole for p, whole in wholes.items() if whole is not None and whole.requires_grad}
+        for p in [p for p, whole in wholes.items() if whole is not None and not whole.numel()]:
+            clear_unreduced(p)  # torch cannot reduce an empty one
+        trained = {
+            p: whole
+            for p, whole in wholes.items()
+            if whole is not None and whole.requires_grad and whole.numel()
+        }
         grads = {p: unreduced_grad(p) for p in trained}
         if present := [grad for grad in grads.values() if grad is not None]:
             if (task := torch._C._current_graph_task_id()) != self.task:
@@ -206,6 +221,18 @@ class UsedParams:
                 elif grad is None:
                     whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype or whole.dtype)
         reduce(*args)
+
+    def _keep_unsharded(self, group: Any) -> None:
+        """Leave a unit unsharded until its next backward or forward, which must not see old values."""
+        if group not in self.kept:
+
+            def reshard(*_: Any) -> None:
+                handle.remove()
+                self.kept.discard(group)
+                group.reshard()
+
+            self.kept.add(group)
+            handle = group.modules[0].register_forward_pre_hook(reshard, prepend=True)
 
     def _note_half_precision(self) -> None:
         self.upcast = False

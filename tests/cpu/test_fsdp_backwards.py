@@ -1,0 +1,149 @@
+"""Backwards under FSDP beside the usual one: through gradients, twice, and past units that nothing used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.numbers import same
+from tests.support.ranks import RankServer, same_on_all
+
+WRAPPED: dict[str, Any] = {
+    "auto_wrap_policy": "transformer_based_wrap",
+    "transformer_cls_names_to_wrap": ["Block"],
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Two blocks, of which the second may be left out, a head, and a parameter without elements."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(4, 2)
+        self.empty, self.used = nn.Parameter(torch.empty(0, 4)), blocks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[: self.used]:
+            x = block(x)
+        return self.head(x) + self.empty.sum()
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+
+
+def penalize(model: Any, x: torch.Tensor, backward: Callable[..., None]) -> None:
+    """A gradient penalty; before the step follows the graph of a gradient that is dropped."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    backward(out.square().mean() + slope.square().mean())
+    torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+
+
+def backward_twice(model: Any, x: torch.Tensor, backward: Callable[..., None]) -> None:
+    out = model(x)
+    backward(out.square().mean(), retain_graph=True)
+    backward(out.sin().mean())
+
+
+def train(step: Callable[..., None], blocks: int, window: int, **options: Any) -> dict[str, torch.Tensor]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(**WRAPPED, **options)
+    accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=window)
+    model = Net(blocks)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rank = accelerator.process_index
+    for _ in range(2 * window):
+        with accelerator.accumulate(model):
+            step(model, rows()[2 * rank : 2 * rank + 2], accelerator.backward)
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+def expected(step: Callable[..., None], blocks: int = 2) -> dict[str, torch.Tensor]:
+    model = Net(blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        step(model, rows(), torch.Tensor.backward)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_gradient_penalty_trains_as_in_one_process(ranks: RankServer, strategy: str) -> None:
+    """The second backward computes with the parameters of the first, which torch frees."""
+    ours = ranks(2, train_penalty, strategy)[0]
+    same(ours, expected(penalize), 1e-5)
+
+
+def train_penalty(strategy: str) -> dict[str, torch.Tensor]:
+    return train(penalize, 2, 1, fsdp_version=2, sharding_strategy=strategy)
+
+
+def refuse(step: Callable[..., None], strategy: str) -> str:
+    from accelerate.core.errors import PrepareError
+
+    with pytest.raises(PrepareError) as caught:
+        train(step, 2, 1, fsdp_version=1, sharding_strategy=strategy)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("step", "strategy"),
+    [(penalize, "NO_SHARD"), (backward_twice, "NO_SHARD"), (backward_twice, "FULL_SHARD")],
+)
+def test_fsdp1_refuses_a_second_backward_of_a_forward(
+    ranks: RankServer, step: Callable[..., None], strategy: str
+) -> None:
+    """It reduces gradients in the first one alone: replicas drifted apart, without a word."""
+    assert "a second backward through one forward" in same_on_all(ranks(2, refuse, step, strategy))
+
+
+def use_bf16() -> dict[str, torch.Tensor]:
+    policy = {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "fp32"}
+    return train(lambda model, x, backward: backward(model(x).square().mean()), 1, 2,
+                 fsdp_version=2, mixed_precision_policy=policy)  # fmt: skip
+
+
+def test_a_unit_that_no_forward_has_used_waits_for_its_window(ranks: RankServer) -> None:
+    """In a micro-batch that reduces nothing torch asks it for unsharded parameters."""
+    ours = ranks(2, use_bf16)[0]
+    same(ours, expected(lambda model, x, backward: backward(model(x).square().mean()), 1), 2e-2)
+
+
+def freeze_hooked() -> dict[str, Any]:
+    """The gradients of a parameter with a hook that is frozen in the first forward alone."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model = Net()
+    model.head.weight.register_hook(lambda gradient: gradient * 0)
+    model = accelerator.prepare(model)
+    for trains in (False, True):
+        model.head.weight.requires_grad_(trains)
+        accelerator.backward(model(rows()).square().mean())
+    gradient: Any = model.head.weight.grad
+    return {"weight": gradient.full_tensor()}
+
+
+def test_a_hook_of_a_parameter_that_is_frozen_first_is_called_later(ranks: RankServer) -> None:
+    """torch registers no hook on what does not train."""
+    same(same_on_all(ranks(2, freeze_hooked)), {"weight": torch.zeros(2, 4)}, 0.0)
