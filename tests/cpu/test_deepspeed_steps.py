@@ -267,6 +267,28 @@ def adagrad_weights(kind: str, folder: str) -> list[list[float]]:
     return runs
 
 
+def train_channels_last() -> list[float]:
+    """A sum of the weights of one step under DDP and in stages 0 and 3, which broadcast views of bytes."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    sums = []
+    for stage in (None, 0, 3):
+        plugin = None if stage is None else DeepSpeedPlugin(zero_stage=stage)
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 1))
+        model.to(memory_format=torch.channels_last)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        images = torch.arange(96.0).view(2, 3, 4, 4) / 96
+        accelerator.backward(model(images).square().mean())
+        optimizer.step()
+        whole = accelerator.get_state_dict(model)
+        order = torch.arange(108.0).view(4, 3, 3, 3)
+        mine = float((whole["0.weight"] * order).sum()) if accelerator.is_main_process else 0.0
+        sums.append(broadcast_object_list([mine])[0])
+    return sums
+
+
 def check_all(folder: str) -> dict[str, Any]:
     """All in one process: an import of DeepSpeed costs seconds."""
     return {
@@ -274,6 +296,7 @@ def check_all(folder: str) -> dict[str, Any]:
         "empty": train_without_elements(folder),
         "shared": resume_shared_module(folder),
         "moments": load_sharded_in_stage0(folder),
+        "channels last": train_channels_last(),
         "adagrad": {kind: adagrad_weights(kind, folder) for kind in ("ddp", "1", "2", "3", "2 offload")},
     }
 
@@ -290,6 +313,8 @@ def test_special_parameters_and_optimizers(ranks: RankServer, tmp_path: Path) ->
         "DeepSpeed cannot train layer.weight in torch.float32, extra in torch.float64 in stage 3",
     ]
     assert (results["empty"], results["shared"]) == ([[1, 2], [1, 2]], [])
+    first, *others = results["channels last"]
+    assert others == pytest.approx([first] * 2, rel=1e-5)
     assert results["moments"][0] == results["moments"][1] != 0
     expected = results["adagrad"].pop("ddp")
     assert all(runs == [pytest.approx(run) for run in expected] for runs in results["adagrad"].values())

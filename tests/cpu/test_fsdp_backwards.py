@@ -98,6 +98,26 @@ def train_penalty(strategy: str) -> dict[str, torch.Tensor]:
     return train(penalize, 2, 1, fsdp_version=2, sharding_strategy=strategy)
 
 
+def penalize_tensor_parallel() -> None:
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import TorchTensorParallelConfig
+
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    config = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan=plan))
+    accelerator = Accelerator(parallelism_config=config)
+    model = Net()
+    del model.empty
+    model.empty = torch.zeros(())  # type: ignore[assignment]
+    model = accelerator.prepare(model)
+    with pytest.raises(RuntimeError, match="setStorage"):
+        penalize(model, rows(), accelerator.backward)
+
+
+def test_a_gradient_penalty_beside_tensor_parallelism_is_no_wrong_number(ranks: RankServer) -> None:
+    """torch's DTensor differentiates no collective of a backward."""
+    ranks(2, penalize_tensor_parallel)
+
+
 def refuse(step: Callable[..., None], strategy: str) -> str:
     from accelerate.core.errors import PrepareError
 

@@ -103,6 +103,7 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
 
         meshes, checkpoints = self._replicated_meshes, model not in self._checkpointed
         sharder = Sharder(self._shard_mesh, self.plugin, self.world.device, meshes, checkpoints=checkpoints)
+        sharder.is_data_parallel = self.data_shard.count == self.world.size
         layout = self._plan_layout(model)
         sharder.shard(model, layout, optimizers, self._replaced_params)
         self._ignored_params.update(dict.fromkeys(layout.ignored))

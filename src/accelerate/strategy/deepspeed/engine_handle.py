@@ -335,6 +335,9 @@ def make_engine(model: nn.Module, config: Mapping[str, Any], optimizer: Any, sch
         # They have no vector until ``_restore_adagrad`` links those of each group to theirs.
         for parameter in chain(*user_groups):
             parameter._hp_mapping = None
+    for tensor in chain(model.parameters(), model.buffers()):
+        if not tensor.is_contiguous():  # DeepSpeed broadcasts views of them, of bytes
+            tensor.data = tensor.data.contiguous()
     engine, _, _, schedule = deepspeed.initialize(**arguments)
     handle = EngineHandle(
         engine, dict(config), getattr(engine, "basic_optimizer", None), user_groups, schedule

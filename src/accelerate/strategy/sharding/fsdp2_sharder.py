@@ -87,6 +87,8 @@ class Sharder:
         self.mesh, self.plugin, self.device = mesh, plugin, device
         self.replicated_meshes = tuple(replicated_meshes)
         self.checkpoints = checkpoints and bool(plugin.activation_checkpointing)
+        # Whether each rank computes from samples of its own, whole ones.
+        self.is_data_parallel = True
 
     def shard(
         self,
@@ -232,7 +234,8 @@ class Sharder:
         if forward or not backward:
             _set_prefetch(model, forward, backward)
         groups = list(fsdp_param_groups(model))
-        used = UsedParams([p for group in groups for p in group.fsdp_params], self.mesh, upcast)
+        params = [p for group in groups for p in group.fsdp_params]
+        used = UsedParams(params, self.mesh, upcast, self.is_data_parallel)
         for group in groups:
             group.post_backward = partial(used.post_backward, group, group.post_backward)
             group.wait_for_unshard = partial(make_unsharded, group)

@@ -159,6 +159,8 @@ class UsedParams:
         params: torch's ``FSDPParam`` of every parameter, in the same order on all ranks.
         mesh: the device mesh over which gradients are reduced.
         upcast: whether weights that trained when the model was sharded are stored in float32.
+        differentiable: whether a backward may be differentiated; collectives of tensor and context
+            parallelism in it would give wrong gradients.
         used: those with a gradient of this rank in the running backward.
         filled: those with zeros in it, and no gradient of an earlier one.
         kept: the units that stay unsharded for the backward of a backward.
@@ -167,6 +169,7 @@ class UsedParams:
     params: list[Any]
     mesh: DeviceMesh
     upcast: bool
+    differentiable: bool = True
     used: set[Any] = field(default_factory=set)
     filled: set[Any] = field(default_factory=set)
     kept: set[Any] = field(default_factory=set)
@@ -180,7 +183,7 @@ class UsedParams:
         other gradients, the unsharded parameters stay for the backward through that graph.
         """
         held = [whole for p in group.fsdp_params if (whole := unsharded_param(p)) is not None]
-        if torch.is_grad_enabled() and all(whole.grad is None for whole in held):
+        if self.differentiable and torch.is_grad_enabled() and all(whole.grad is None for whole in held):
             self._keep_unsharded(group)
             return
         if not held:  # no forward has used the unit yet
