@@ -74,7 +74,7 @@ def checkpoint_activations(model: nn.Module, blocks: list[nn.Module], offload: b
             checkpoint(block)
             # It computes the block again from what its hook sees, and so calls the program's hooks again.
             for hook in hooks:
-                block._forward_pre_hooks.move_to_end(hook)
+                block._forward_pre_hooks[hook] = block._forward_pre_hooks.pop(hook)
     # A recomputed block would put its keys and values into the cache twice. The model that makes the cache
     # may be inside of others that know none, such as PEFT's.
     for module in model.modules():
