@@ -248,3 +248,38 @@ def test_the_state_of_another_optimizer_is_refused(ranks: RankServer, stage: int
         assert "and the optimizer is SGD (dampening, momentum, nesterov)" in other
         assert "it has groups of [4] parameters, and the optimizer has [1, 3]" in groups
         assert same == [True, True]
+
+
+def load_and_save(source: str, target: str, stage: int | None) -> tuple[list[float], float]:
+    """Load a scale of one element and the rate of SGD, where ``source`` is given; train and save."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    more = {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=stage)} if stage else {}
+    accelerator = Accelerator(cpu=True, **more)  # type: ignore[arg-type]
+    model: Any = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    if source:
+        accelerator.load_state(source)
+    else:
+        optimizer.param_groups[0]["lr"] = 0.25
+    accelerator.backward(model(torch.ones(2, 4)).mean())
+    optimizer.step()
+    accelerator.save_state(target)
+    weights = accelerator.get_state_dict(model) or {}
+    return [float(value.sum()) for value in weights.values()], optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_small_parameters_and_optimizers_without_state_move(
+    ranks: RankServer, stage: int, tmp_path: Path
+) -> None:
+    """A parameter with fewer elements than ranks; the learning rate of plain SGD, which keeps no state."""
+    folders = [str(tmp_path / name) for name in "abc"]
+    [(before, _)] = ranks(1, load_and_save, "", folders[0], None)
+    (engine_weights, rate), *_ = ranks(3, load_and_save, folders[0], folders[1], stage, timeout=100)
+    [(after, last_rate)] = ranks(1, load_and_save, folders[1], folders[2], None)
+    assert (rate, last_rate) == (0.25, 0.25)
+    # The gradient of each of the four weights, and of the bias, is 1.
+    one_step = torch.tensor([1.0, 0.25])
+    for earlier, later in ((before, engine_weights), (engine_weights, after)):
+        assert torch.allclose(torch.tensor(earlier) - torch.tensor(later), one_step)

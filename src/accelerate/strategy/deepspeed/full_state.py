@@ -80,8 +80,9 @@ def _local_fragment(handle: EngineHandle, parameter: Any) -> ParamFragment | Non
     inner = handle.engine_optimizer
     if hasattr(parameter, "ds_id"):
         group, at, padded = inner.grad_position[inner.get_param_id(parameter)]
-        start = padded * inner._get_param_partition_rank(parameter)
-        count = max(0, min(padded, parameter.ds_numel - start))
+        # The last ranks hold nothing but padding of a parameter with few elements.
+        start = min(padded * inner._get_param_partition_rank(parameter), parameter.ds_numel)
+        count = min(padded, parameter.ds_numel - start)
         return ParamFragment(parameter, inner.fp32_partitioned_groups_flat[group], at, start, count)
     if hasattr(parameter, "_hp_mapping"):
         mapping = parameter._hp_mapping

@@ -291,8 +291,11 @@ class ZeroCheckpoint:
             chosen: Mapping[str, Any] = {}
             for aliases in members:
                 name = next((each for each in aliases if each in self._spans), None)
-                if name is not None and (vector := self._vector_index(name)) is not None:
-                    readers[number] = partial(self._param_state, name)
+                if name is not None:
+                    # Plain SGD has options, such as the learning rate of a schedule, and no state.
+                    vector = self._vector_index(name)
+                    if vector in base_states[0]["state"]:
+                        readers[number] = partial(self._param_state, name)
                     chosen = chosen or next((group for group in saved if vector in group["params"]), {})
                 number += 1
             saved_options = {key: value for key, value in chosen.items() if key != "params"}
@@ -309,13 +312,13 @@ class ZeroCheckpoint:
                 fix="prepare the optimizer of the same parameters as when it was saved",
             )
 
-    def _vector_index(self, name: str) -> int | None:
-        """Return the number of the vector with a parameter; None where it has no state."""
+    def _vector_index(self, name: str) -> int:
+        """Return the number of the vector with a parameter."""
         group, spans = self._spans[name]
         if group is None:
             lengths = [flat.numel() for flat in self._fp32_vectors[0]]
             group = next(index for index, _, _ in _split_span(lengths, spans[0][1], spans[0][2]))
-        return group if group in self._base_states[0]["state"] else None
+        return group
 
     def _param_state(self, name: str) -> dict[str, Any]:
         """Return the optimizer state of one parameter."""
