@@ -521,6 +521,26 @@ def test_the_users_slice_function_cuts(ranks: RankServer) -> None:
     assert (first[0], second[0]) == ([0], [10])
 
 
+def equals_rest_after_skip(kind: str) -> list[bool]:
+    """Whether the last steps after a skip are those of the whole epoch, with its fillers."""
+    accelerator = accelerator_of(dispatch_batches=True)
+
+    def cut(batch: Any, part: slice, **ranks: int) -> Any:
+        return batch[part]
+
+    size, cutter = (None, None) if kind == "single items" else (1, cut)
+    own = DataLoader(Stream(torch.arange(4, 11)), batch_size=size)
+    loader = accelerator.prepare_data_loader(own, slice_fn_for_dispatch=cutter)
+    whole = [batch.tolist() for batch in loader]
+    rests = [list(accelerator.skip_first_batches(loader, count)) for count in (1, 2)]
+    return [[batch.tolist() for batch in rest] == whole[-len(rest) :] for rest in rests]
+
+
+@pytest.mark.parametrize("kind", ["single items", "a slice function"])
+def test_fillers_come_from_the_begin_of_the_epoch_also_after_a_skip(ranks: RankServer, kind: str) -> None:
+    assert ranks(3, equals_rest_after_skip, kind) == [[True, True]] * 3
+
+
 class EmptyStream(Stream):
     """What ranks that read nothing hold: a dataset of another class."""
 

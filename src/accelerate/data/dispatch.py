@@ -216,15 +216,15 @@ class DataLoaderDispatcher(DataLoaderShard):
         skip = replace(epoch.skip, batches=epoch.skip.batches * group, further=epoch.skip.further * group)
         inner = replace(epoch, skip=skip, copy_to_device=None)  # parts of it are sent
         marked_batches = stream_batches(
-            base, inner, self.total_batch_size // group, self._indexed_loader(base)
+            base, inner, self.total_batch_size // group, self._indexed_loader(base), group
         )
         batches = (batch for batch, _, _ in marked_batches)
         if isinstance(collate, GlobalBatchCollate):
             steps = map(self._unpack_collated, batches)
         elif self.slice_fn is not None:
-            steps = self._slice_batches(batches, self.slice_fn)
+            steps = self._slice_batches(batches, self.slice_fn, inner)
         else:
-            steps = self._split_rows(batches) if self.split_batches else self._group_batches(batches)
+            steps = self._split_rows(batches) if self.split_batches else self._group_batches(batches, inner)
         return _propagate_order(steps, inner, epoch)
 
     def _index_steps(
@@ -257,7 +257,7 @@ class DataLoaderDispatcher(DataLoaderShard):
             for part in step
         ]
 
-    def _group_batches(self, batches: Iterable[Any]) -> Iterator[RankBatches]:
+    def _group_batches(self, batches: Iterable[Any], epoch: Epoch) -> Iterator[RankBatches]:
         """Group whole batches into steps; fill the last step by repeating the first batch."""
         step: RankBatches = []
         first: torch.Tensor | None = None
@@ -267,7 +267,7 @@ class DataLoaderDispatcher(DataLoaderShard):
                 step = []
             step.append(FetchedBatch(batch))
             # Serialized, since the loop may change the batch in place.
-            first = pack(DATA, batch) if first is None else first
+            first = pack(DATA, [*epoch.first_batches, batch][0]) if first is None else first
         missing = self._num_processes - len(step)
         if not step or not missing:
             yield from [step] if step else []
@@ -300,7 +300,7 @@ class DataLoaderDispatcher(DataLoaderShard):
                 step.append(fetched if row_numbers else None)
             yield step
 
-    def _slice_batches(self, batches: Iterable[Any], slice_fn: Slice) -> Iterator[RankBatches]:
+    def _slice_batches(self, batches: Iterable[Any], slice_fn: Slice, epoch: Epoch) -> Iterator[RankBatches]:
         """Slice each batch, or the concatenated batches of a step, by the user's function."""
         count, group = self._num_processes, 1 if self.split_batches else self._num_processes
         iterator, first = iter(batches), None
@@ -308,7 +308,9 @@ class DataLoaderDispatcher(DataLoaderShard):
             if self._drop_last and len(joined) < group:
                 return
             whole = joined[0] if len(joined) == 1 else concatenate(joined)
-            first = pack(DATA, whole) if first is None else first
+            if first is None:
+                kept = epoch.first_batches
+                first = pack(DATA, concatenate(kept) if kept else whole)
             rows = ignorant_find_batch_size(whole) or (self.base_dataloader.batch_size or 1) * len(joined)
             share = -(-rows // count)
             missing = share * count - rows
@@ -336,7 +338,9 @@ def _send(sender: BatchSender, step: RankBatches) -> None:
 
 def _count_batch_rows(batch: Any) -> int:
     rows = ignorant_find_batch_size(batch)
-    return len(batch) if rows is None and hasattr(batch, "__len__") else rows or 0
+    if rows is None and hasattr(batch, "__len__") and getattr(batch, "ndim", 1):
+        rows = len(batch)
+    return rows or 0
 
 
 def _propagate_order(steps: Iterable[RankBatches], inner: Epoch, epoch: Epoch) -> Iterator[RankBatches]:

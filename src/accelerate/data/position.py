@@ -130,6 +130,7 @@ class Epoch:
         copy_to_device: copies a batch there; what reads ahead does so first, for the loader's data may use
             the memory again.
         inner_epochs: complete iterations inside of this one, before it was saved: they have numbers, too.
+        first_batches: of a stream that is read again up to its skip, to fill its last step.
     """
 
     number: int
@@ -163,6 +164,7 @@ class Epoch:
     backwards_before: int = 0
     copy_to_device: Callable[[Any], Any] | None = None
     inner_epochs: int = 0
+    first_batches: list[Any] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "copy_to_device": None}  # it may hold a stream, which cannot be copied

@@ -113,6 +113,7 @@ def stream_batches(
     epoch: Epoch,
     step: int,
     index_loader: tuple[DataLoader[Any], PresetIndexSampler] | None = None,
+    keep: int = 0,
 ) -> Iterator[tuple[Any, bool, StepSampleIndices | None]]:
     """Yield each batch of a stream, or of a loader with its own iteration; whether it is the last; its step.
 
@@ -121,6 +122,7 @@ def stream_batches(
         epoch: see ``fetch_batches``; skipped batches are read and dropped, to repeat all random draws.
         step: samples of one fetch, of all processes.
         index_loader: the loader with an index sampler, and that sampler, for persistent workers.
+        keep: how many of the first batches to keep in the epoch where they are skipped.
     """
     generators = loader_generators(base)
     stream = isinstance(base.dataset, IterableDataset)
@@ -160,7 +162,9 @@ def stream_batches(
         is_late = _is_late(order_state, find_shard(base) is not None)
         draws = LoaderDraws(base.num_workers, index, is_late)
         epoch.order_state = replace(epoch.order_state, loader=draws)
-    upcoming = next(islice(batches, count, None), END)
+    first = list(islice(batches, 0 if source is None else min(keep, count)))
+    epoch.first_batches = [batch for batch, _, _ in first]
+    upcoming = next(islice(batches, count - len(first), None), END)
     while upcoming is not END:
         batch, taken, epoch.loader_state = upcoming
         if epoch.copy_to_device is not None:
