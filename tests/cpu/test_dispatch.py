@@ -541,6 +541,33 @@ def test_fillers_come_from_the_begin_of_the_epoch_also_after_a_skip(ranks: RankS
     assert ranks(3, equals_rest_after_skip, kind) == [[True, True]] * 3
 
 
+def resumed_by_state(step: int) -> list[list[Any]]:
+    """The epoch, the rest of it after a step by each rank's own state, and the next one."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    options = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(dataloader_config=options, rng_types=["torch"])
+
+    def prepared() -> Any:
+        return accelerator.prepare(DataLoader(Stream(torch.arange(12)), batch_size=3))
+
+    loader, whole, state = prepared(), list[Any](), dict[str, Any]()
+    for number, batch in enumerate(loader, 1):
+        whole.append(batch.tolist())
+        state = loader.state_dict() if number == step else state
+    loader = prepared()
+    loader.load_state_dict(state)
+    rest = [batch.tolist() for batch in accelerator.skip_first_batches(loader, None)]
+    return [whole, rest, [batch.tolist() for batch in loader]]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_ranks_that_receive_know_from_their_own_state_where_they_are(ranks: RankServer, step: int) -> None:
+    """No rank waits for batches of a complete epoch, or synchronizes random numbers alone."""
+    for whole, rest, later in ranks(2, resumed_by_state, step):
+        assert (rest, later) == (whole[step:], whole)
+
+
 class EmptyStream(Stream):
     """What ranks that read nothing hold: a dataset of another class."""
 

@@ -227,7 +227,7 @@ class LoaderPosition:
             record.complete or record.number != self.iteration or not (record.active or isolated)
         ):
             self.record = None
-        elif record is not None and record.order_state is not None:
+        elif record is not None:
             epoch = replace(
                 epoch,
                 order_state=record.order_state,
@@ -353,7 +353,8 @@ class LoaderPosition:
         if isinstance(sampler, SeedableRandomSampler) and not sampler.has_given_seed and "seed" in state:
             sampler.initial_seed = from_plain(state["seed"])
         saved = state["in_progress"]
-        if saved is None or saved["start"] is None:
+        # A rank that rank 0 sends its batches has no order, and is inside of the epoch like rank 0.
+        if saved is None or (saved["start"] is None and not saved["batches"]):
             return True
         if not saved["complete"]:
             self.iteration = saved["epoch"]
@@ -368,7 +369,7 @@ class LoaderPosition:
             batches=saved["batches"],
             complete=saved["complete"],
             active=saved["active"],
-            order_state=OrderState.from_state_dict(saved["start"]),
+            order_state=None if saved["start"] is None else OrderState.from_state_dict(saved["start"]),
             exhausted=saved["exhausted"],
             saved_world=(state["world_size"], state["step"]),
             fetches=layout._replace(split=None if layout.split is None else StreamSplit(*layout.split)),
