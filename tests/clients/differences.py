@@ -56,6 +56,7 @@ LISTED: dict[str, str] = {
     ),
     r"accelerator: prepare nothing": "an error that says so; there an IndexError",
     r"accelerator: tracker": "a tracker that does nothing, of a class of its own",
+    r"loop: clip value": "without gradients there is nothing to clip; there an error of torch",
     r"wrappers: optimizer closure": "step returns the loss of its closure, as torch's does",
     r"wrappers: scheduler\.(base_lrs|last_epoch)": "the scheduler's own attributes can be read",
     r"samplers: len n=\d+ bs=4 drop=False split=True even=False of 2": (
