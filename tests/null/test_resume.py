@@ -629,6 +629,39 @@ def test_a_save_after_a_pass_inside_of_the_epoch_goes_on_with_the_epoch(
     assert rest == seen[4:]
 
 
+@pytest.mark.parametrize("options", [{}, {"use_seedable_sampler": True}, {"use_stateful_dataloader": True}])
+def test_passes_inside_of_a_resumed_epoch_are_those_of_the_run_that_went_on(
+    tmp_path: Path, options: dict[str, bool]
+) -> None:
+    """They give the whole data, in orders of their own, and not what the checkpoint has left."""
+
+    def new() -> tuple[Accelerator, Any]:
+        set_seed(0)
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+        return accelerator, accelerator.prepare(DataLoader(list(range(16)), 1, shuffle=True))
+
+    def run(loader: Any, rest: Any, since: int = 0, save: Any = None) -> list[Any]:
+        seen: list[Any] = []
+        for epoch in range(2):
+            for place, batch in enumerate(loader if epoch else rest, 0 if epoch else since):
+                seen.append(int(batch))
+                if place in (1, 9):
+                    seen.append([int(inner) for inner in loader])
+                if save and (epoch, place) == (0, 7):
+                    save(tmp_path / "saved")
+        return seen
+
+    accelerator, loader = new()
+    whole = run(loader, loader, save=accelerator.save_state)
+    assert all(sorted(inner) == [*range(16)] for inner in whole if isinstance(inner, list))
+    accelerator, loader = new()
+    accelerator.load_state(tmp_path / "saved")
+    assert run(loader, accelerator.skip_first_batches(loader, 8), 8) == whole[9:]
+    if options.get("use_stateful_dataloader"):
+        accelerator.load_state(tmp_path / "saved")
+        assert run(loader, loader, 8) == whole[9:]
+
+
 class EpochStream(IterableDataset[int]):
     """A stream in an order of the epoch that is set."""
 

@@ -270,7 +270,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         if new_epoch is not None:
             self.iteration = new_epoch
         skip, inside = self._skip.add(self.skip_batches), bool(self._skip)
-        record = self.position.record
+        current = self.position.current
+        record = None if current is not None and current.active else self.position.record
         if record is not None and record.complete and skip.samples is not None:
             self.position.finish_record()
             return

@@ -213,6 +213,10 @@ class LoaderPosition:
             isolated: it continues inside the recorded epoch. Else one that was broken off before it was
                 saved is over: the run that went on began a new one there, too.
         """
+        outer = self.current if self.current is not None and self.current.active else None
+        if outer is not None:  # a pass inside of a resumed epoch resumes nothing, and follows those before it
+            self.record = None
+            self.iteration, outer.inner_epochs = self.iteration + outer.inner_epochs, 0
         record = self.record
         previous = self.current or record
         epoch = Epoch(
@@ -222,6 +226,7 @@ class LoaderPosition:
             previous_order=None if previous is None else previous.order_state,
             workers_started=self._workers_started,
             data_shard=self.data_shard,
+            outer=outer,
         )
         if record is not None and (
             record.complete or record.number != self.iteration or not (record.active or isolated)
@@ -243,8 +248,6 @@ class LoaderPosition:
         if skip.batches == saved_batches:
             epoch.restored_state = self.restored_state
         self.torchdata_state, self.counted_batches, self.restored_state = None, 0, None
-        if self.current is not None and self.current.active:
-            epoch.outer = self.current
         self.current, self._workers_started = epoch, True
         return epoch
 
