@@ -471,6 +471,40 @@ def test_numbers_that_an_optimizer_reads_are_those_of_all_shards(ranks: RankServ
     same(ours, whole(model), 1e-5)
 
 
+class Spectrum(nn.Module):
+    """Complex parameters: a vector that two ranks share unevenly, and one with fewer elements than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.randn(1, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.filter * self.scale).abs().square().mean()
+
+
+def train_spectrum(optimizer_class: Any, is_prepared: bool) -> dict[str, torch.Tensor]:
+    model: nn.Module = Spectrum()
+    optimizer = optimizer_class(model.parameters(), lr=0.01)
+    if is_prepared:
+        model, optimizer = accelerator_of(**WHOLE).prepare(model, optimizer)
+    for step in range(3):
+        x = torch.randn(4, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(step))
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+@pytest.mark.parametrize("name", ["Adam", "RMSprop", "Adagrad"])
+def test_optimizers_write_into_uneven_shards_of_complex_parameters(ranks: RankServer, name: str) -> None:
+    """torch copies such a shard to view it as real numbers, and the updates were lost."""
+    optimizer_class = getattr(torch.optim, name)
+    ours = same_on_all(ranks(2, train_spectrum, optimizer_class, True))
+    same(ours, train_spectrum(optimizer_class, False), 1e-5)
+
+
 def read_numbers_after_a_skipped_step() -> tuple[int, list[float]]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 

@@ -469,18 +469,32 @@ class PartialReads(TorchFunctionMode):
     it as the number, so that every rank would step with another one. All ranks step alike: the sum can be
     formed where the number is read.
 
+    Complex parameters are viewed as real ones, for the optimizer to write into. torch gives it a copy where
+    the shards of a vector are uneven, and what it writes there is lost.
+
+    Args:
+        groups: the parameter groups of the optimizer.
+
     Attributes:
-        has_read: there was such a number.
+        has_read: there was such a number, or there are complex parameters.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Iterable[Mapping[str, Any]]) -> None:
         super().__init__()
         self.has_read = False
+        for group in groups:
+            self.has_read |= any(map(torch.is_complex, group["params"]))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call ``func``, on the sum over all ranks if it reads a partial DTensor."""
+        if func is torch.view_as_real and isinstance(args[0], DTensor):
+            whole, shape = args[0], torch.Size((*args[0].shape, 2))
+            stride = (*(2 * step for step in whole.stride()), 1)
+            return DTensor.from_local(
+                func(whole.to_local()), whole.device_mesh, whole.placements, shape=shape, stride=stride
+            )
         if (
             func in _READS
             and isinstance(args[0], DTensor)
