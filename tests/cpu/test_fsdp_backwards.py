@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def backward_twice(model: Any, x: torch.Tensor, backward: Callable[..., None]) -
 def train(step: Callable[..., None], blocks: int, window: int, **options: Any) -> dict[str, torch.Tensor]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-    plugin = FullyShardedDataParallelPlugin(**WRAPPED, **options)
+    plugin = FullyShardedDataParallelPlugin(**{**WRAPPED, **options})
     accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=window)
     model = Net(blocks)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -147,6 +148,27 @@ def test_a_unit_that_no_forward_has_used_waits_for_its_window(ranks: RankServer)
     """In a micro-batch that reduces nothing torch asks it for unsharded parameters."""
     ours = ranks(2, use_bf16)[0]
     same(ours, expected(lambda model, x, backward: backward(model(x).square().mean()), 1), 2e-2)
+
+
+def thaw_blocks(micro_batches: int) -> Callable[..., None]:
+    """Return a step that trains the blocks after so many micro-batches."""
+    calls = count()
+
+    def step(model: Any, x: torch.Tensor, backward: Callable[..., None]) -> None:
+        model.blocks.requires_grad_(next(calls) >= micro_batches)
+        backward(model(x).square().mean())
+
+    return step
+
+
+def train_thawed() -> dict[str, torch.Tensor]:
+    options = {"fsdp_version": 1, "sharding_strategy": "NO_SHARD", "use_orig_params": True}
+    return train(thaw_blocks(2), 2, 2, **options, auto_wrap_policy="no_wrap")
+
+
+def test_a_window_without_shards_keeps_the_gradients_of_what_was_frozen_before(ranks: RankServer) -> None:
+    """FSDP1 notes which gradients were cleared, and dropped those that the next window accumulated first."""
+    same(ranks(2, train_thawed)[0], expected(thaw_blocks(1)), 1e-5)
 
 
 def freeze_hooked() -> dict[str, Any]:

@@ -332,6 +332,11 @@ def _prepare_backward(handle: Any, prepare: Callable[[], None]) -> None:
             fix="fsdp_version=2, or add the losses and run one backward",
         )
     prepare()
+    # torch notes which gradients were cleared until the next reduction: NO_SHARD would drop one that a
+    # window accumulates before, of a parameter that was frozen or cleared alone.
+    for index, parameter in enumerate(flat._params or ()):
+        if parameter.requires_grad:
+            flat._is_grad_none_mask[index] = False
 
 
 def warn_of_hooks(model: nn.Module) -> None:
