@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import deepcopy
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,34 @@ def train_channels_last() -> list[float]:
     return sums
 
 
+def load_own_state() -> list[bool]:
+    """Whether the state that each rank's optimizer tells and takes back is complete, by stage."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState
+
+    equal: list[bool] = []
+    for stage in (2, 3):
+        AcceleratorState._reset_state(True)
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage))
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        groups = [{"params": layer.parameters()} for layer in model]
+        model, optimizer = accelerator.prepare(model, torch.optim.Adam(groups, lr=0.1))
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        told = deepcopy(optimizer.state_dict())
+        for values in optimizer.state.values():
+            values["exp_avg"].zero_()
+        optimizer.load_state_dict(told)
+        taken = optimizer.state_dict()
+        averages = [state["state"][number]["exp_avg"] for state in (told, taken) for number in (0, 1)]
+        equal += [told["param_groups"] == taken["param_groups"], any(map(torch.any, averages[:2]))]
+        equal += [torch.equal(*pair) for pair in zip(averages[:2], averages[2:], strict=True)]
+        optimizer.zero_grad()
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+    return equal
+
+
 def check_all(folder: str) -> dict[str, Any]:
     """All in one process: an import of DeepSpeed costs seconds."""
     return {
@@ -297,6 +326,7 @@ def check_all(folder: str) -> dict[str, Any]:
         "shared": resume_shared_module(folder),
         "moments": load_sharded_in_stage0(folder),
         "channels last": train_channels_last(),
+        "own states": load_own_state(),
         "adagrad": {kind: adagrad_weights(kind, folder) for kind in ("ddp", "1", "2", "3", "2 offload")},
     }
 
@@ -313,6 +343,7 @@ def test_special_parameters_and_optimizers(ranks: RankServer, tmp_path: Path) ->
         "DeepSpeed cannot train layer.weight in torch.float32, extra in torch.float64 in stage 3",
     ]
     assert (results["empty"], results["shared"]) == ([[1, 2], [1, 2]], [])
+    assert results["own states"] == [True] * 8
     first, *others = results["channels last"]
     assert others == pytest.approx([first] * 2, rel=1e-5)
     assert results["moments"][0] == results["moments"][1] != 0

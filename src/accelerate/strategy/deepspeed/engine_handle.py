@@ -352,6 +352,7 @@ def make_engine(model: nn.Module, config: Mapping[str, Any], optimizer: Any, sch
         handle.hooks += cast_layer_inputs(model, dtype)
     if handle.stage == 3:
         handle.hooks.append(_guard_state_dict(engine))
+        handle.hooks += _complete_optimizer_states(handle)
     return handle
 
 
@@ -446,6 +447,27 @@ def _guard_state_dict(engine: Any) -> Any:
 
     engine.module_state_dict = by_engine
     return engine.module.register_state_dict_pre_hook(check)
+
+
+def _complete_optimizer_states(handle: EngineHandle) -> list[Any]:
+    """Let the optimizer have its vectors in ``state_dict``: stage 3 takes them out of it between steps."""
+    optimizer, inner = handle.optimizer, handle.engine_optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return []
+
+    def clear(*_: Any) -> None:
+        inner._clear_fp32_optimizer_param_groups()
+
+    def fill(*_: Any) -> None:
+        clear()  # DeepSpeed may have filled them for its own files
+        inner._set_fp32_optimizer_param_groups()
+
+    return [
+        optimizer.register_state_dict_pre_hook(fill),
+        optimizer.register_state_dict_post_hook(clear),
+        optimizer.register_load_state_dict_pre_hook(fill),
+        optimizer.register_load_state_dict_post_hook(clear),
+    ]
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
