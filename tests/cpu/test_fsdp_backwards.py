@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.support.numbers import same
 from tests.support.ranks import RankServer, same_on_all
+from tests.support.watchdog import shown_error
 
 WRAPPED: dict[str, Any] = {
     "auto_wrap_policy": "transformer_based_wrap",
@@ -110,13 +111,28 @@ def penalize_tensor_parallel() -> None:
     del model.empty
     model.empty = torch.zeros(())  # type: ignore[assignment]
     model = accelerator.prepare(model)
-    with pytest.raises(RuntimeError, match="setStorage"):
+    with pytest.raises(RuntimeError, match="setStorage") as caught:
         penalize(model, rows(), accelerator.backward)
+    assert "A gradient penalty" in str(shown_error(caught.value))
 
 
 def test_a_gradient_penalty_beside_tensor_parallelism_is_no_wrong_number(ranks: RankServer) -> None:
     """torch's DTensor differentiates no collective of a backward."""
     ranks(2, penalize_tensor_parallel)
+
+
+def penalize_freed(version: int, window: int) -> None:
+    with pytest.raises(RuntimeError, match="setStorage") as caught:
+        train(penalize, 2, window, fsdp_version=version)
+    assert "A gradient penalty" in str(shown_error(caught.value))
+
+
+@pytest.mark.parametrize(("version", "window"), [(1, 1), (2, 2)])
+def test_a_gradient_penalty_whose_parameters_are_freed_is_named(
+    ranks: RankServer, version: int, window: int
+) -> None:
+    """torch speaks of the storage of a tensor."""
+    ranks(2, penalize_freed, version, window)
 
 
 def refuse(step: Callable[..., None], strategy: str) -> str:

@@ -1,4 +1,4 @@
-"""Calls that go around the forward of a sharded model, named where their error ends a rank.
+"""Calls around the forward of a sharded model, and late backwards, named where their error ends a rank.
 
 Parameters are all-gathered around a forward of the prepared model, or of an FSDP unit. A method that computes
 without it, or a submodule that is called alone, meets shards, and torch speaks of shapes, of views, or of a
@@ -8,6 +8,7 @@ mixture of ``torch.Tensor`` and ``DTensor``. Calls themselves are not watched, w
 from __future__ import annotations
 
 import dis
+import re
 import traceback
 import weakref
 from typing import Any
@@ -25,6 +26,8 @@ _CALLED_BEFORE_ROOT = (
     "FSDP state has already been lazily initialized",
     "`_is_root` should not have been set",
 )
+# What torch says of a tensor without memory.
+_FREED = re.compile("setStorage: .* are out of bounds for storage of size 0")
 _REGISTER = "torch.distributed.fsdp.register_fsdp_forward_method"
 
 
@@ -42,8 +45,24 @@ def _explain_error(error: BaseException) -> PrepareError | None:
         )
     if not isinstance(error, RuntimeError) or _is_users_own(error):
         return None
+    if STRATEGIES and _FREED.search(str(error)):
+        functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+        if "_engine_run_backward" in functions:
+            return _second_backward_error(error)
     explanations = (_explain_bypass(error, *each) for each in STRATEGIES.items())
     return next((each for each in explanations if each is not None), None)
+
+
+def _second_backward_error(error: RuntimeError) -> PrepareError:
+    return PrepareError(
+        "a backward through a sharded model needs unsharded parameters that are freed by now",
+        why="they stay until the first backward through a forward has ended. A gradient penalty "
+        "(create_graph=True) runs a second one: for it they stay under FSDP2 without tensor, context and "
+        "pipeline parallelism, if gradients are reduced in each micro-batch and no other forward comes in "
+        f"between; torch says {str(error).splitlines()[0]}",
+        fix="fsdp_version=2, in accumulation windows GradientAccumulationPlugin(sync_each_batch=True), or "
+        "train under ddp",
+    )
 
 
 def _is_users_own(error: RuntimeError) -> bool:
