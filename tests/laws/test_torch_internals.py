@@ -30,12 +30,14 @@ OTHERS = {
     "accelerate 1.x": "_hf_hook _old_forward _original_call _original_forward _use_sagemaker_dp",
     "transformers": "_attn_implementation _no_split_modules _tp_plan _tp_size _from_config",
     "datasets": "_distributed _fingerprint",
-    "DeepSpeed": "_device _nvme_path _build_compact_grad_partition_buffer _create_optimizer_mapping "
+    "DeepSpeed": "_device _nvme_path _build_compact_grad_partition_buffer "
+    "_clear_fp32_optimizer_param_groups _create_optimizer_mapping "
     "_create_param_mapping _finalize_cpu_offload_gradient_accumulation "
     "_finalize_offload_gradient_accumulation _get_norm_groups _get_param_partition_rank _hp_mapping "
     "_hp_optimizer_states_linked _link_all_hp_params _offload_accumulated_param_ids "
     "_offload_boundary_param_ids _param_slice_mappings _release_preflattened_grad_buffers "
-    "_swappable_optimizer_subgroup _use_compact_grad_partition_buffer _wait_for_offload_copies",
+    "_set_fp32_optimizer_param_groups _swappable_optimizer_subgroup _use_compact_grad_partition_buffer "
+    "_wait_for_offload_copies",
     "torch_xla": "_XLAC _xla_get_spmd_config_is_locked",
     "Megatron-LM": "_get_model_param_range_map",
     "modules of other devices": "_is_fp16_supported _manual_seed",

@@ -338,7 +338,7 @@ class AcceleratedOptimizer(Optimizer):
             if self._strategy is not None and self._strategy.shards_params:
                 from accelerate.strategy.sharding.grads import PartialReads
 
-                self._partial_reads = PartialReads(self.param_groups)
+                self._partial_reads = PartialReads(self.optimizer.param_groups)
         if self._unreduced and self._monitor is not None:
             self._monitor.report_unreduced(p for group in self.param_groups for p in group["params"])
         if gradients.loss_weighting is not None:

@@ -20,6 +20,7 @@ from accelerate.strategy.deepspeed.config_tree import DummyOptim, DummyScheduler
 from accelerate.strategy.deepspeed.config_tree import get_key as config_value
 from accelerate.strategy.deepspeed.layer_inputs import cast_layer_inputs
 from accelerate.strategy.deepspeed.omitted_steps import OmittedStepWatch
+from accelerate.strategy.deepspeed.stage3_states import complete_optimizer_states, guard_state_dict
 from accelerate.strategy.protocol.replicated_buffers import broadcast_tensors, sync_buffers
 from accelerate.world import call_site, watchdog
 from accelerate.world.world import World
@@ -351,8 +352,8 @@ def make_engine(model: nn.Module, config: Mapping[str, Any], optimizer: Any, sch
     if dtype is not None:
         handle.hooks += cast_layer_inputs(model, dtype)
     if handle.stage == 3:
-        handle.hooks.append(_guard_state_dict(engine))
-        handle.hooks += _complete_optimizer_states(handle)
+        handle.hooks.append(guard_state_dict(engine))
+        handle.hooks += complete_optimizer_states(handle.optimizer, handle.engine_optimizer)
     return handle
 
 
@@ -414,66 +415,6 @@ def _undo_first_step(handle: EngineHandle) -> None:
         for high, low in zip(highs, lows, strict=True):
             high.data.copy_(low.data)
     handle.optimizer.state.clear()
-
-
-def _guard_state_dict(engine: Any) -> Any:
-    """Make ``state_dict()`` of a partitioned model, whose tensors are empty, an error."""
-    inside: list[bool] = []
-    ask = engine.module_state_dict
-
-    def by_engine(*args: Any, **kwargs: Any) -> Any:
-        inside.append(True)
-        try:
-            return ask(*args, **kwargs)
-        finally:
-            inside.pop()
-
-    def check(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        empty = [p for p in module.parameters() if is_partitioned(p)]
-        if inside or keep_vars or not empty:
-            return
-        # Programs all-gather the adapters that train, and save these: what is frozen stays partitioned.
-        trained = [p for p in module.parameters() if p.requires_grad]
-        if not trained or any(map(is_partitioned, trained)):
-            raise PrepareError(
-                f"state_dict() of a {type(module).__name__} whose weights are partitioned over the processes",
-                why="in stage 3 each rank holds a shard of every weight, and the tensors here are empty",
-                fix="state = accelerator.get_state_dict(model), on all processes; process 0 gets it",
-            )
-        warn_user(
-            f"state_dict() of a {type(module).__name__}: {len(empty)} frozen weights are partitioned over "
-            "the processes, and empty here. accelerator.get_state_dict(model) gathers all"
-        )
-
-    engine.module_state_dict = by_engine
-    return engine.module.register_state_dict_pre_hook(check)
-
-
-def _complete_optimizer_states(handle: EngineHandle) -> list[Any]:
-    """Let the optimizer have its vectors in ``state_dict``: stage 3 takes them out of it between steps."""
-    optimizer, inner = handle.optimizer, handle.engine_optimizer
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return []
-
-    def clear(*_: Any) -> None:
-        inner._clear_fp32_optimizer_param_groups()
-
-    def fill(*_: Any) -> None:
-        clear()  # DeepSpeed may have filled them for its own files
-        inner._set_fp32_optimizer_param_groups()
-
-    return [
-        optimizer.register_state_dict_pre_hook(fill),
-        optimizer.register_state_dict_post_hook(clear),
-        optimizer.register_load_state_dict_pre_hook(fill),
-        optimizer.register_load_state_dict_post_hook(clear),
-    ]
-
-
-def is_partitioned(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is partitioned now (stage 3, not all-gathered)."""
-    status = getattr(parameter, "ds_status", None)
-    return status is not None and status.name != "AVAILABLE"
 
 
 def replace_engine(user_engine: Any, new: EngineHandle) -> EngineHandle:
