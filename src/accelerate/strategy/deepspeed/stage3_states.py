@@ -1,4 +1,4 @@
-"""State dicts of the module and of the optimizer of an engine in ZeRO stage 3, where both are partitioned."""
+"""State dicts of the module and of the optimizer under ZeRO stage 3, where both are partitioned."""
 
 from __future__ import annotations
 
