@@ -205,3 +205,45 @@ def freeze_hooked() -> dict[str, Any]:
 def test_a_hook_of_a_parameter_that_is_frozen_first_is_called_later(ranks: RankServer) -> None:
     """torch registers no hook on what does not train."""
     same(same_on_all(ranks(2, freeze_hooked)), {"weight": torch.zeros(2, 4)}, 0.0)
+
+
+def call_with_other_weights(options: dict[str, Any]) -> list[str]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    said = []
+    for after_a_forward in (True, False):
+        model: Any = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**options)).prepare(Net())
+        if after_a_forward:
+            model(rows()).sum().backward()
+        weights = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+        try:
+            with torch.no_grad():
+                torch.func.functional_call(model, weights, (rows(),))
+        except ValueError as error:
+            said.append(str(error).splitlines()[0])
+    return said
+
+
+@pytest.mark.parametrize(
+    "options", [{"fsdp_version": 2}, {"fsdp_version": 1, "sharding_strategy": "SHARD_GRAD_OP"}]
+)
+def test_a_functional_call_with_other_weights_is_refused(ranks: RankServer, options: dict[str, Any]) -> None:
+    said = same_on_all(ranks(2, call_with_other_weights, options))
+    assert ["functional_call was given another" in line for line in said] == [True, True]
+
+
+def call_with_own_weights() -> float:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**WRAPPED))
+    model: Any = accelerator.prepare(Net())
+    out = torch.func.functional_call(model, dict(model.named_parameters()), (rows(),))
+    accelerator.backward(out.sum())
+    return float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
+
+
+def test_a_functional_call_with_the_weights_of_the_model_trains(ranks: RankServer) -> None:
+    plain = Net()
+    plain(rows()).sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    assert same_on_all(ranks(2, call_with_own_weights)) == pytest.approx(float(norm), rel=1e-5)

@@ -11,8 +11,11 @@ import dis
 import re
 import traceback
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+import torch.func
 from torch import nn
 
 from accelerate.core.errors import EXPLANATIONS, PrepareError
@@ -28,11 +31,48 @@ _CALLED_BEFORE_ROOT = (
 )
 # What torch says of a tensor without memory.
 _FREED = re.compile("setStorage: .* are out of bounds for storage of size 0")
+# Calls of a module with other weights, which the forwards of FSDP units find among their callers.
+FUNCTIONAL_CALL = torch.func.functional_call.__code__
 _REGISTER = "torch.distributed.fsdp.register_fsdp_forward_method"
 
 
 # Prepared model -> the ``ShardedStrategy`` that has sharded it.
 STRATEGIES: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def refuse_other_weights(
+    model: nn.Module, module: nn.Module, parameters_and_buffers: Mapping[str, torch.Tensor], **_: Any
+) -> None:
+    """Refuse a ``torch.func.functional_call`` that gives a sharded model other weights than its own.
+
+    Args:
+        model: the prepared model.
+        module, parameters_and_buffers: what ``functional_call`` was given; the module may contain the model.
+
+    Raises:
+        PrepareError: FSDP has computed with the weights of the model, and their gradients would be wrong.
+    """
+    from accelerate.strategy.sharding.grads import fsdp_params
+
+    # In its first forward torch takes what stands at a module for the parameter, also a plain tensor.
+    own = {
+        id(tensor)
+        for tensor in (*model.parameters(), *fsdp_params([model]))
+        if isinstance(tensor, nn.Parameter)
+    }
+    prefix = next(
+        (f"{name}." if name else "" for name, each in module.named_modules() if each is model), None
+    )
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for name, tensor in parameters_and_buffers.items() if prefix is not None else ():
+        label = name.removeprefix(prefix or "")
+        if name.startswith(prefix or "") and label not in buffers and id(tensor) not in own:
+            raise PrepareError(
+                f"torch.func.functional_call was given another {label} for a sharded model",
+                why="FSDP all-gathers the parameters that it has sharded, whatever stands in their places: "
+                "this forward has computed with the weights of the model",
+                fix="prepare a second model for the other weights, or write them into the parameters",
+            )
 
 
 def _explain_error(error: BaseException) -> PrepareError | None:

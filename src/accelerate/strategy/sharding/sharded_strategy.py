@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -345,6 +346,11 @@ def _finish_forward(model: nn.Module, *_: Any) -> None:
     strategy = forward_bypass.STRATEGIES.get(model)
     if strategy is None:
         return
+    caller = sys._getframe()
+    while caller is not None and caller.f_code is not forward_bypass.FUNCTIONAL_CALL:
+        caller = caller.f_back
+    if caller is not None:
+        forward_bypass.refuse_other_weights(model, **caller.f_locals)
     if not torch.is_grad_enabled():
         strategy.reshard(model)
     elif model in strategy.models_without_forward:
