@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.numbers import same
 from tests.support.ranks import RankServer, same_on_all
@@ -152,6 +153,21 @@ def test_fsdp1_refuses_a_second_backward_of_a_forward(
 ) -> None:
     """It reduces gradients in the first one alone: replicas drifted apart, without a word."""
     assert "a second backward through one forward" in same_on_all(ranks(2, refuse, step, strategy))
+
+
+def recompute_all(model: Any, x: torch.Tensor, backward: Callable[..., None]) -> None:
+    backward(checkpoint(model, x, use_reentrant=False).square().mean())
+
+
+def recompute_ahead(strategy: str) -> dict[str, torch.Tensor]:
+    options = {"fsdp_version": 1, "sharding_strategy": strategy, "forward_prefetch": True}
+    return train(recompute_all, 2, 1, **options)
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "FULL_SHARD"])
+def test_a_recomputed_model_reduces_with_forward_prefetch(ranks: RankServer, strategy: str) -> None:
+    """Without shards torch lost gradients of FSDP1, without a word."""
+    same(ranks(2, recompute_ahead, strategy)[0], expected(recompute_all), 1e-5)
 
 
 def use_bf16() -> dict[str, torch.Tensor]:

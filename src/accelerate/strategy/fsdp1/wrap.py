@@ -260,7 +260,9 @@ class FSDP1Wrapper:
                 # On the CPU there is nothing to offload.
                 cpu_offload=CPUOffload(plugin.offloads_params and self.device.type != "cpu"),
                 backward_prefetch=plugin.backward_prefetch,
-                forward_prefetch=plugin.forward_prefetch,
+                # Without shards there is nothing to gather ahead, and torch would not reduce the gradients
+                # of a forward that torch.utils.checkpoint computes again.
+                forward_prefetch=plugin.forward_prefetch and self.strategy is not ShardingStrategy.NO_SHARD,
                 mixed_precision=None if part in layout.norms else layout.precision,
                 ignored_states=layout.ignored or None,
                 device_id=self.device,
