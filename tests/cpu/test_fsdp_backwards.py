@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.numbers import same
@@ -168,6 +169,46 @@ def recompute_ahead(strategy: str) -> dict[str, torch.Tensor]:
 def test_a_recomputed_model_reduces_with_forward_prefetch(ranks: RankServer, strategy: str) -> None:
     """Without shards torch lost gradients of FSDP1, without a word."""
     same(ranks(2, recompute_ahead, strategy)[0], expected(recompute_all), 1e-5)
+
+
+class Recomputed(nn.Module):
+    """A net that calls one block twice, which a reentrant checkpoint computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.head = Block(), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for _ in range(2):
+            x = x + checkpoint(self.block, x, use_reentrant=True)
+        return self.head(x)
+
+
+def train_recomputed() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The state of two steps, and that of one process."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    accelerator, alone = Accelerator(fsdp_plugin=plugin), Recomputed()
+    model, optimizer = accelerator.prepare(
+        shared := Recomputed(), torch.optim.SGD(shared.parameters(), lr=0.1)
+    )
+    reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+    rank = slice(2 * accelerator.process_index, 2 * accelerator.process_index + 2)
+    for _ in range(2):
+        accelerator.backward(model(rows()[rank]).square().mean())
+        alone(rows()).square().mean().backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    return accelerator.get_state_dict(model), alone.state_dict()
+
+
+def test_a_block_that_a_reentrant_checkpoint_computes_twice_is_reduced_twice(ranks: RankServer) -> None:
+    """torch dropped the gradients of its first call, without a word."""
+    same(*ranks(2, train_recomputed)[0], 1e-5)
 
 
 def use_bf16() -> dict[str, torch.Tensor]:

@@ -224,6 +224,10 @@ class UsedParams:
                 elif grad is None:
                     whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype or whole.dtype)
         reduce(*args)
+        # A reentrant checkpoint may compute the unit again, for an earlier call: a forward as any other, but
+        # torch would take it for a part of this backward, and not reduce its gradients.
+        state = group.modules[0]._get_fsdp_state()
+        state._training_state = type(state._training_state).IDLE
 
     def _keep_unsharded(self, group: Any) -> None:
         """Leave a unit unsharded until its next backward or forward, which must not see old values."""
