@@ -102,8 +102,11 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
         from accelerate.strategy.sharding.fsdp2_sharder import Sharder
 
         meshes, checkpoints = self._replicated_meshes, model not in self._checkpointed
-        sharder = Sharder(self._shard_mesh, self.plugin, self.world.device, meshes, checkpoints=checkpoints)
-        sharder.is_data_parallel = self.data_shard.count == self.world.size
+        is_data_parallel = self.data_shard.count == self.world.size
+        sharder = Sharder(
+            self._shard_mesh, self.plugin, self.world.device, meshes,
+            checkpoints=checkpoints, is_data_parallel=is_data_parallel,
+        )  # fmt: skip
         layout = self._plan_layout(model)
         sharder.shard(model, layout, optimizers, self._replaced_params)
         self._ignored_params.update(dict.fromkeys(layout.ignored))

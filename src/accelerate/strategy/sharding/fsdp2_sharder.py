@@ -73,6 +73,7 @@ class Sharder:
         replicated_meshes: more meshes of one dimension, along which parameters are replicated unless they are
             DTensors.
         checkpoints: apply the plugin's activation checkpointing; False where the program has applied its own.
+        is_data_parallel: each rank computes from samples of its own, whole ones.
     """
 
     def __init__(
@@ -83,12 +84,12 @@ class Sharder:
         replicated_meshes: Sequence[DeviceMesh] = (),
         *,
         checkpoints: bool = True,
+        is_data_parallel: bool = True,
     ) -> None:
         self.mesh, self.plugin, self.device = mesh, plugin, device
         self.replicated_meshes = tuple(replicated_meshes)
         self.checkpoints = checkpoints and bool(plugin.activation_checkpointing)
-        # Whether each rank computes from samples of its own, whole ones.
-        self.is_data_parallel = True
+        self.is_data_parallel = is_data_parallel
 
     def shard(
         self,
