@@ -197,7 +197,7 @@ def test_options_that_cannot_take_effect_are_refused(tmp_path: Path, monkeypatch
 
 
 def operator_rows(table: str) -> list[str]:
-    """The names in a table of operators, in its order; torch shortens one of more than 55 letters."""
+    """The names in a table of operators, in its order, as torch shortens them."""
     ruled = [
         n for n, line in enumerate(table.splitlines()) if set(line.strip()) <= {"-", " "} and "-" in line
     ]
@@ -213,7 +213,9 @@ def test_the_costliest_operators_are_beside_the_trace(tmp_path: Path) -> None:
     rows = operator_rows((tmp_path / "operators_0.txt").read_text())
     costs = {each.key: each.self_cpu_time_total for each in profiler.key_averages()}
     costliest = sorted(costs, key=lambda key: -costs[key])[:3]
-    assert rows == [key if len(key) <= 55 else f"{key[:52]}..." for key in costliest]
+    assert len(rows) == 3
+    for row, key in zip(rows, costliest, strict=True):  # torch shortens names of about 60 letters and more
+        assert row == key or (row.endswith("...") and len(row) == 60 and key.startswith(row[:-3]))
 
 
 def test_without_a_folder_the_operators_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
