@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from unittest.mock import Mock
 
 import pytest
@@ -114,11 +114,30 @@ def test_a_back_end_that_counts_no_collectives_is_left_out(monkeypatch: pytest.M
 
     monkeypatch.delattr(sys, "last_value", raising=False)  # of a test before
     store = own_store()
+    peers.PeerProcesses(store, 1, 0).announce_opening(2)
     store.put("ended/1", "")
     watch = Watchdog(0, 2, 30.0, store, [refuse, lambda: 3])
     watch.thread.start()
     watch.shut_down()
     assert RankStatus.from_json(store.get("at/0") or "").calls == 3
+
+
+def test_a_rank_ends_after_all_have_opened_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short script: gloo failed in a rank that was still connecting to one that had ended."""
+    monkeypatch.delattr(sys, "last_value", raising=False)  # of a test before
+    store = own_store()
+    watch = Watchdog(1, 3, 30.0, store)
+    watch.thread.start()
+    ending = Thread(target=watch.shut_down)
+    ending.start()
+    peers.PeerProcesses(store, 0, 0).announce_opening(3)
+    ending.join(0.3)
+    assert ending.is_alive()
+    assert not store.has("ended/1")
+    peers.PeerProcesses(store, 2, 0).announce_opening(3)
+    ending.join(1.0)  # less than it waits for a rank that never opens the group
+    assert not ending.is_alive()
+    assert store.has("ended/1")
 
 
 def test_processes_are_looked_up_on_their_own_machine_alone(

@@ -204,6 +204,7 @@ class SimulatedWorld:
         """Make the requests of a start: for the processes, the tree, and the group of large transfers."""
         for watch in self.ranks:
             watch.processes.publish()
+            watch.processes.announce_opening(self.size)
         for rank in range(self.size):
             tree = ControlTree(rank, self.size)
             if tree.child_ranks:

@@ -162,6 +162,18 @@ class PeerProcesses:
         """Tell the others the process of this rank."""
         self.store.put(f"process/{self.rank}", f"{os.getpid()} {process_namespace()}")
 
+    def announce_opening(self, size: int) -> None:
+        """Tell the others that this rank has opened the group of ``size`` ranks."""
+        if self.store.add("opened") == size:
+            self.store.put("all_opened", "")
+
+    def await_opening(self, seconds: float) -> None:
+        """Wait until all ranks have opened the group, for so many seconds at most.
+
+        A rank that ends closes its connections, and gloo fails in one that is still making them.
+        """
+        self.store.wait(["all_opened"], seconds)
+
     def _find(self, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
         """Return the processes of ranks and where their numbers mean something; (0, "") if unknown."""
         keys = {f"process/{rank}": rank for rank in ranks if rank not in self._known}

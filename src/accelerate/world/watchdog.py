@@ -304,6 +304,7 @@ class Watchdog:
         if error is not None:
             self.announce_failure(error)
         elif not self.store.is_lost:
+            self.processes.await_opening(EXIT_GRACE)
             self._has_ended = True
             self.store.put(f"at/{self.rank}", self._own_status().to_json())
             self.store.put("alarm", "")
@@ -345,6 +346,7 @@ class Watchdog:
 
     def _run(self) -> None:
         self.processes.publish()
+        self.processes.announce_opening(self.size)
         pause = self.poll_interval
         while not self._stop_event.wait(pause) and not self.store.is_lost:
             pause = self.next_pause(self.poll(), pause)

@@ -227,8 +227,12 @@ def open(
 def _close_at_exit() -> None:
     """Close the world at exit: threads of an open group may abort the interpreter.
 
-    After an error only a CPU group is closed: a device's may wait for peers that are gone.
+    After an error only a CPU group is closed: a device's may wait for peers that are gone. In a process of
+    multiprocessing that fails none is: its starter may have kept the error, and the other ranks wait for it.
     """
+    exiting = sys.exc_info()[1]
+    if isinstance(exiting, SystemExit) and exiting.code:
+        return
     on_host = _current is None or _current.device.type == "cpu"
     if on_host or not hasattr(sys, "last_value"):
         close()
@@ -283,6 +287,8 @@ def _open_distributed(
     group: Mapping[str, Any],
     adopted: tuple[int, int] | None,
 ) -> World:
+    import multiprocessing.util
+
     import torch
     import torch.distributed as dist
 
@@ -295,6 +301,8 @@ def _open_distributed(
         _open_group(cluster, device, backend, timeout, group)
         _owns_group = True
         atexit.register(_close_at_exit)
+        if multiprocessing.parent_process() is not None:  # which ends without the functions of atexit
+            multiprocessing.util.Finalize(None, _close_at_exit, exitpriority=0)
     elif adopted != (rank, size):
         raise WorldError(
             f"the open process group says rank {adopted[0]} of {adopted[1]}, "
