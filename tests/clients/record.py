@@ -21,7 +21,7 @@ import psutil
 
 from tests.clients.calls import TOGETHER
 from tests.support.environment import ROOT, clean
-from tests.support.ranks import free_port
+from tests.support.free_ports import free_port
 
 HERE = Path(__file__).parent
 PEER = ROOT / ".venv-peer" / "bin" / "python"

@@ -24,8 +24,9 @@ import accelerate.core.errors as errors
 from accelerate.core.errors import CollectiveError, SettingError
 from accelerate.utils import gather_object
 from tests.support.command import Running, launch
+from tests.support.free_ports import free_port
 from tests.support.long_run import LONG_RUN, long_run_param
-from tests.support.ranks import RankServer, free_port, same_on_all
+from tests.support.ranks import RankServer, same_on_all
 from tests.support.scripts import run_to_exit
 from tests.support.watchdog import peer_store, record_early_hints, speed_up_watchdog
 

@@ -27,6 +27,7 @@ from accelerate.launch.elastic import attempts, rendezvous, rendezvous_agent
 from accelerate.launch.supervisor import GuardProcess, SignalAndChildExitWaiter
 from accelerate.world.signals import SignalHandler
 from tests.support.command import CONSOLE, Finished, Running, launch, start
+from tests.support.free_ports import free_port
 from tests.support.preemption import ARMED
 
 ONE = {"OMP_NUM_THREADS": "1"}
@@ -51,13 +52,6 @@ dist.barrier()
 """
 
 
-def free_port() -> str:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def told(stdout: str) -> list[dict[str, str]]:
     """What the ranks said, in order."""
     return [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
@@ -65,7 +59,7 @@ def told(stdout: str) -> list[dict[str, str]]:
 
 def machines(script: str, *flags: str, count: int = 2, own: bool = True) -> list[Running]:
     """Several launches as machines; ``own`` gives each its number and a place to meet."""
-    port = free_port()
+    port = str(free_port())
     place = ("--main_process_ip", "127.0.0.1", "--main_process_port", port)
     jobs: list[Running] = []
     for number in range(count):
@@ -215,7 +209,7 @@ def test_a_crash_is_recovered_when_machines_number_themselves() -> None:
 
 
 def test_two_machines_with_one_number_are_told() -> None:
-    port = free_port()
+    port = str(free_port())
     flags = ("--cpu", "--nnodes", "3", "--nproc_per_node", "1", "--node_rank")
     place = ("--master_addr", "127.0.0.1", "--master_port", port)
     first, *same = [start(*flags, number, *place, script_text=TELL, env=ONE) for number in ("0", "1", "1")]
@@ -233,7 +227,7 @@ def test_two_machines_with_one_number_are_told() -> None:
 def test_a_launch_that_is_started_again_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was killed while the others waited for one more machine, and nobody goes on with what it left."""
     monkeypatch.setattr(rendezvous, "SIGN_SECONDS", 0.2)
-    job = {"host": "127.0.0.1", "port": int(free_port()), "id": "job", "most": 3, "machine_timeout": 20.0}
+    job = {"host": "127.0.0.1", "port": free_port(), "id": "job", "most": 3, "machine_timeout": 20.0}
     handlers: list[rendezvous.StaticRendezvous] = []  # that of machine 0 holds the store
 
     def launch_machine(number: int) -> rendezvous.StaticRendezvous:
@@ -260,7 +254,7 @@ def test_a_launch_that_is_started_again_takes_its_place(monkeypatch: pytest.Monk
 
 def test_a_machine_0_that_does_not_come_is_told_in_a_sentence() -> None:
     """torch itself writes forty lines of C++ frames."""
-    place = ("--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--machine_rank", "1")
+    place = ("--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()), "--machine_rank", "1")
     result = launch(
         *("--cpu", "--num_machines", "2", "-n", "2", *place, "--rdzv_conf", "join_timeout=2"),
         script_text=TELL,
@@ -304,7 +298,7 @@ if told["WORLD_SIZE"] == "2":
 while told["WORLD_SIZE"] == "2" or not os.path.exists("has_been_two"):
     time.sleep(0.05)
 """
-    port = free_port()
+    port = str(free_port())
     flags = ("--cpu", "--nnodes", "1:2", "--nproc_per_node", "1", "--rdzv_backend", "c10d")
     place = ("--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_conf", "last_call_timeout=1")
     first = start(*flags, *place, "--machine_timeout", "4", script_text=script, env=ONE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import sys
 import textwrap
 import threading
@@ -22,6 +21,7 @@ from accelerate.core.errors import LaunchError
 from tests.cpu.test_docs_pages import blocks
 from tests.support.command import Running
 from tests.support.environment import ROOT, clean
+from tests.support.free_ports import free_port
 from tests.support.long_run import LONG_RUN, long_run_param
 from tests.support.notebook_servers import IMPORTED, kernel_flags, share_servers
 from tests.support.ranks import NO_LAUNCHER, RankServer
@@ -549,7 +549,7 @@ STARTED = """
 @pytest.mark.parametrize("method", ["fork", long_run_param("spawn")])
 def test_prepare_for_launch_serves_other_starters(ranks: RankServer, tmp_path: Path, method: str) -> None:
     """torch's; the caller tells size and address."""
-    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env = {**NO_LAUNCHER, **told, "GLOO_SOCKET_IFNAME": "lo"}
     text = STARTED.format(method=method)
     if method == "spawn":  # the processes read the script again
@@ -560,12 +560,6 @@ def test_prepare_for_launch_serves_other_starters(ranks: RankServer, tmp_path: P
     assert code == 0, output
     said = sorted(re.findall(r"^(?:debug|rank) .*", output, re.MULTILINE))
     assert said == ["debug 0 2", "debug 1 2", "rank 0 2", "rank 1 2"]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # ------------------------------------------------------------------------------- several machines
@@ -604,14 +598,14 @@ def call_on_machine(folder: str, port: str) -> list[tuple[str | None, ...]]:
 
 
 def test_ranks_of_two_machines_are_told_their_places(ranks: RankServer, tmp_path: Path) -> None:
-    told = ranks(2, call_on_machine, str(tmp_path), str(_free_port()))
+    told = ranks(2, call_on_machine, str(tmp_path), str(free_port()))
     assert told == [[(str(node), "2", "0", "1", str(node), "127.0.0.1")] for node in range(2)]
 
 
 @pytest.mark.skipif(not LONG_RUN, reason="runs in `make test-all`")
 def test_two_machines_call_the_same_function() -> None:
     """Two launchers on one host stand for them."""
-    port = str(_free_port())
+    port = str(free_port())
     machines = [
         Running([sys.executable], script_text=MACHINE, script_args=(str(node), port)) for node in range(2)
     ]

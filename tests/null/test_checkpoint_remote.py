@@ -483,7 +483,7 @@ def test_an_error_of_the_store_names_the_url(objects: Objects, how: str, why: st
 
 
 def test_a_store_that_is_not_reached_is_named() -> None:
-    from tests.support.ranks import free_port
+    from tests.support.free_ports import free_port
 
     url = f"objects://127.0.0.1:{free_port()}/bucket/a"
     for call in (lambda: save.save(box(1), url), lambda: load.load(box(1), url)):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import random
 import re
 import shutil
 import signal
@@ -27,6 +26,7 @@ import psutil
 import pytest
 
 from tests.support.environment import ROOT, clean
+from tests.support.free_ports import free_port
 from tests.support.rank_server import GRACE, Ended, Job, Report, file_of
 
 T = TypeVar("T")
@@ -269,16 +269,6 @@ def _equal(one: Any, two: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(two) and all(map(_equal, one, two))
     return bool(one == two)
-
-
-def free_port() -> int:
-    """A port nobody listens on, below the range that the system takes for outgoing connections."""
-    chance = random.SystemRandom()  # the tests' own random numbers are theirs
-    while True:
-        port = chance.randrange(15000, 32000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _environments(

@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.environment import clean
+from tests.support.free_ports import free_port
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sinfo", "munged", "setpriv")
 NODES = ("n1", "n2")
@@ -117,7 +118,7 @@ class Slurm:
     def _start(self) -> None:
         for name in ("state", "spool_n1", "spool_n2", "munge"):
             (self.folder / name).mkdir()
-        ports = dict(zip(("port", *NODES), _free_ports(3), strict=True))
+        ports = dict(zip(("port", *NODES), (free_port() for _ in range(3)), strict=True))
         host = socket.gethostname().split(".")[0]
         text = CONFIGURATION.format(folder=self.folder, host=host, **ports)
         (self.folder / "slurm.conf").write_text(text)
@@ -193,14 +194,6 @@ def _reap(daemon: subprocess.Popen[bytes]) -> None:
 
 def _path() -> str:
     return os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def _name_nodes(there: bool) -> None:
