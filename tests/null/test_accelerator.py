@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -902,6 +903,14 @@ def test_steps_wait_for_the_end_of_the_window() -> None:
         moved.append(not torch.equal(before, model.weight))
     assert moved == [False, True, False, True]
     assert schedule.get_last_lr() == [pytest.approx(0.1 / 3)]
+
+
+@pytest.mark.parametrize("steps", ["4", 4.0, np.int64(4), np.float64(4), torch.tensor(4)])
+def test_a_whole_number_of_another_type_is_one(steps: Any) -> None:
+    """From a command line without ``type=int``, or by a division."""
+    told = Accelerator(gradient_accumulation_steps=steps).gradient_accumulation_steps
+    assert (told, type(told)) == (4, int)
+    assert type(GradientAccumulationPlugin(num_steps=steps).num_steps) is int
 
 
 def test_the_launchers_accumulation_counts_before_the_scripts(

@@ -102,7 +102,7 @@ def test_a_tensor_with_a_graph_is_refused(tmp_path: Path) -> None:
         ({"args": 3}, r"args=\(3,\)"),
         ({"num_processes": -1}, "num_processes is -1"),
         ({"num_processes": False}, "num_processes is False"),
-        ({"num_processes": "2"}, "num_processes is the text '2'"),
+        ({"num_processes": "two"}, "num_processes is the text 'two'"),
         ({"max_restarts": -1}, "max_restarts is -1"),
         ({"num_nodes": 2, "node_rank": 2}, "node_rank is 2, but num_nodes is 2"),
         ({"use_port": "many"}, "use_port is 'many'"),

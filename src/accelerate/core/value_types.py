@@ -98,8 +98,8 @@ def convert_to(kind: Any, value: Any, source: Source) -> tuple[bool, Any]:
         kind: the type, as annotated.
         value: the value of the source.
         source: ``"text"`` (a flag, a variable) knows only text, so ``"8"`` is a fine whole number there;
-            ``"file"`` may hold it between quotes; ``"code"`` may have a number of NumPy or torch. Both may
-            have 0 or 1 for a yes/no value.
+            ``"file"`` and ``"code"`` may have it between quotes, 8.0 for 8, and 0 or 1 for a yes/no value;
+            ``"code"`` may have a number of NumPy or torch.
     """
     origin = get_origin(kind)
     if origin in UNIONS:
@@ -168,16 +168,16 @@ def _convert_number(kind: Any, value: Any, source: Source) -> tuple[bool, Any]:
         return isinstance(value, bool), value
     if isinstance(value, bool):
         return False, value
-    # A number between quotes in a file is one too, but no other text that Python reads as one: nan, 1_0.
-    if isinstance(value, str) and (source == "text" or (source == "file" and _PLAIN_NUMBER.fullmatch(value))):
+    # A number between quotes is one too, but no other text that Python reads as one: nan, 1_0.
+    if isinstance(value, str) and (source == "text" or _PLAIN_NUMBER.fullmatch(value)):
         if kind is int and _WITH_EXPONENT.fullmatch(value) and float(value).is_integer():
             value = f"{float(value):.0f}"  # YAML takes 1e8 for text
         try:
             value = kind(value)
         except ValueError:
             return False, value
-    if kind is int and source == "file" and isinstance(value, float) and value.is_integer():
-        value = int(value)  # YAML reads 2000.0, and 2.0e+3, as a float
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)  # YAML reads 2000.0, and 2.0e+3, as a float; 32 / 8 is one
     if kind is float and isinstance(value, int | float):
         try:
             value = float(value)

@@ -86,7 +86,7 @@ def launch(
         KeyboardInterrupt: it was interrupted; no process is left.
     """
     call = check_call(function, args)
-    check_numbers(
+    num_workers, max_restarts, timeout = check_numbers(
         num_workers=(num_workers, Count | None),
         max_restarts=(max_restarts, Index),
         timeout=(timeout, PositiveNumber),

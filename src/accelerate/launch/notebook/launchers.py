@@ -80,7 +80,7 @@ def notebook_launcher(
         KeyboardInterrupt: the cell was interrupted; no process is left.
     """
     call = check_call(function, args)
-    check_numbers(
+    num_processes, num_nodes, node_rank, max_restarts, monitor_interval = check_numbers(
         num_processes=(num_processes, LocalCount | Literal[0] | None),
         num_nodes=(num_nodes, Count),
         node_rank=(node_rank, Index),
@@ -151,7 +151,7 @@ def debug_launcher(
             rank and ends with its traceback; that error itself, if the exception cannot be pickled.
     """
     call = check_call(function, args)
-    check_numbers(num_processes=(num_processes, LocalCount))
+    (num_processes,) = check_numbers(num_processes=(num_processes, LocalCount))
     refuse_nested("debug_launcher")
     variables = {"ACCELERATE_USE_CPU": "true", **_thread_variables(num_processes)}
     if sys.platform == "linux":
@@ -248,10 +248,19 @@ def check_call(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, 
     return tuple(args)
 
 
-def check_numbers(**arguments: tuple[Any, Any]) -> None:
+def check_numbers(**arguments: tuple[Any, Any]) -> list[Any]:
+    """Return arguments, each given with its type, as their types.
+
+    Raises:
+        SettingError: one does not fit.
+    """
+    numbers: list[Any] = []
     for name, (value, kind) in arguments.items():
-        if not convert_to(kind, value, "code")[0]:
+        fits, number = convert_to(kind, value, "code")
+        if not fits:
             raise wrong_value(f"the argument {name}", name, kind, value)
+        numbers.append(number)
+    return numbers
 
 
 def _check_place(precision: str, node_rank: int, nodes: int) -> None:
