@@ -432,26 +432,30 @@ def test_ranks_that_use_different_layers_of_a_block_get_the_gradients_of_each(
 
 
 class NumberReader(torch.optim.Optimizer):
-    """Scales each update by two norms that it reads as numbers."""
+    """Scales each update by two norms that it reads as numbers, after so many steps without."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, plain_steps: int = 0) -> None:
         super().__init__(params, {"lr": 0.05})
         self.numbers: list[float] = []
+        self.plain_steps = plain_steps
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """p -= lr * |p| / |grad| * grad."""
+        self.plain_steps -= 1
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None:
+                if p.grad is not None and self.plain_steps >= 0:
+                    p.sub_(p.grad, alpha=group["lr"])
+                elif p.grad is not None:
                     self.numbers += [p.norm().item(), float(p.grad.norm())]
                     p.sub_(p.grad * (group["lr"] * self.numbers[-2] / (1e-6 + self.numbers[-1])))
 
 
-def read_numbers() -> dict[str, torch.Tensor]:
+def read_numbers(plain_steps: int) -> dict[str, torch.Tensor]:
     accelerator = accelerator_of()
     model = tiny()
-    model, optimizer = accelerator.prepare(model, NumberReader(model.parameters()))
+    model, optimizer = accelerator.prepare(model, NumberReader(model.parameters(), plain_steps))
     for words in batches(3):
         accelerator.backward(loss_of(model, share(words, accelerator.process_index, 2)))
         optimizer.step()
@@ -459,11 +463,12 @@ def read_numbers() -> dict[str, torch.Tensor]:
     return whole(model)
 
 
-def test_numbers_that_an_optimizer_reads_are_those_of_all_shards(ranks: RankServer) -> None:
+@pytest.mark.parametrize("plain_steps", [0, 2])
+def test_numbers_that_an_optimizer_reads_are_those_of_all_shards(ranks: RankServer, plain_steps: int) -> None:
     """torch gives this rank's summand of a norm over shards, so that each rank stepped with another one."""
-    ours = same_on_all(ranks(2, read_numbers))
+    ours = same_on_all(ranks(2, read_numbers, plain_steps))
     model = tiny()
-    optimizer = NumberReader(model.parameters())
+    optimizer = NumberReader(model.parameters(), plain_steps)
     for words in batches(3):
         loss_of(model, words).backward()
         optimizer.step()
@@ -488,12 +493,15 @@ def train_spectrum(optimizer_class: Any, is_prepared: bool) -> dict[str, torch.T
     model: nn.Module = Spectrum()
     optimizer = optimizer_class(model.parameters(), lr=0.01)
     if is_prepared:
-        model, optimizer = accelerator_of(**WHOLE).prepare(model, optimizer)
+        accelerator = accelerator_of(**WHOLE, mixed_precision_policy="fp32")
+        model, optimizer = accelerator.prepare(model, optimizer)
     for step in range(3):
         x = torch.randn(4, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(step))
         model(x).backward()
         optimizer.step()
         optimizer.zero_grad()
+    if is_prepared:
+        assert accelerator.effects is not None
     return whole(model)
 
 

@@ -491,6 +491,25 @@ def test_another_learning_rate_on_a_rank_is_refused(ranks: RankServer, kind: str
     )
 
 
+def prepare_fewer(kind: str) -> str:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = {} if kind == "ddp" else {"fsdp_plugin": FullyShardedDataParallelPlugin()}
+    accelerator = Accelerator(cpu=True, **plugin)
+    model = nn.Linear(3, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for _ in range(2 - accelerator.process_index)]
+    with pytest.raises(PrepareError) as error:
+        accelerator.prepare(model, *optimizers)
+    return error.value.what
+
+
+@pytest.mark.parametrize("kind", ["ddp", "2"])
+def test_another_number_of_optimizers_on_a_rank_is_refused(ranks: RankServer, kind: str) -> None:
+    """It ended in an IndexError on one rank, and the other waited."""
+    told = same_on_all(ranks(2, prepare_fewer, kind))
+    assert told == "prepare was given 2 new optimizer(s) on rank 0 and 1 on rank 1"
+
+
 def saved(folder: str) -> list[list[str]]:
     """What each save says: of equal replicas, another rate, another parameter; and when not asked to."""
     from accelerate import Accelerator

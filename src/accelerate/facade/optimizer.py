@@ -338,7 +338,7 @@ class AcceleratedOptimizer(Optimizer):
             if self._strategy is not None and self._strategy.shards_params:
                 from accelerate.strategy.sharding.grads import PartialReads
 
-                self._partial_reads = PartialReads(self.optimizer.param_groups)
+                self._partial_reads = PartialReads(self.optimizer)
         if self._unreduced and self._monitor is not None:
             self._monitor.report_unreduced(p for group in self.param_groups for p in group["params"])
         if gradients.loss_weighting is not None:
@@ -358,7 +358,7 @@ class AcceleratedOptimizer(Optimizer):
             explain_sharded_step(self.optimizer, error)
             raise
         # A step that the gradient scaler skipped has read nothing yet; so one that was taken decides.
-        if self._partial_reads is not None and not self._partial_reads.has_read and self._has_stepped:
+        if self._partial_reads is not None and not self._partial_reads.is_needed and self._has_stepped:
             self._partial_reads = None
         if self.host_copies:
             self._host_versions = {p: (p.data_ptr(), p._version) for p in self.host_copies}
@@ -527,8 +527,15 @@ def settle_optimizers(optimizers: Sequence[Any], options: list[Any], shared: lis
 
 
 def _refuse_other_options(optimizers: Sequence[Any], options_by_rank: list[list[Any]]) -> None:
+    counts = [len(options) for options in options_by_rank]
+    for rank, count in enumerate(counts):
+        if count != counts[0]:
+            raise PrepareError(
+                f"prepare was given {counts[0]} new optimizer(s) on rank 0 and {count} on rank {rank}",
+                fix="prepare the same objects on all ranks",
+            )
     for rank, options in enumerate(options_by_rank):
-        for optimizer, groups, others in zip(optimizers, options_by_rank[0], options, strict=False):
+        for optimizer, groups, others in zip(optimizers, options_by_rank[0], options, strict=True):
             if len(groups) != len(others):
                 _refuse(optimizer, "the number of groups", len(groups), len(others), rank)
             for number, (group, other) in enumerate(zip(groups, others, strict=True)):

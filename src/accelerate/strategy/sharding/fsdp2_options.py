@@ -392,14 +392,15 @@ def used_dtypes(models: Sequence[nn.Module]) -> ShardedDtypes | None:
     whole = [unsharded_param(p) for p in trained]
     if not trained or any(each is None for each in whole):
         return None
-    floating: list[Any] = [each for each in whole if each is not None and each.is_floating_point()]
+    pairs: list[tuple[Any, Any]] = list(zip(trained, whole, strict=True))
+    floating = [(p, each) for p, each in pairs if each.is_floating_point()]
     buffers = [b for model in models for b in model.buffers() if b.is_floating_point()]
     outputs = {model._get_fsdp_state()._mp_policy.output_dtype for model in models}  # type: ignore[operator]
     return ShardedDtypes(
         parameters=_dtypes_of(p.sharded_param for p in trained),
-        compute=_dtypes_of(floating),
+        compute=_dtypes_of(each for _, each in floating),
         # Torch keeps a reduce dtype only where it differs from the compute dtype.
-        reduction=frozenset(p.reduce_dtype or each.dtype for p, each in zip(trained, floating, strict=True)),
+        reduction=frozenset(p.reduce_dtype or each.dtype for p, each in floating),
         buffers=_dtypes_of(buffers),
         outputs=frozenset(outputs),
     )

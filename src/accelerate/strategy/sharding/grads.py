@@ -462,6 +462,10 @@ _READS = frozenset(
         torch.Tensor.__float__,
         torch.Tensor.__int__,
         torch.Tensor.__bool__,
+        torch.Tensor.__index__,
+        torch.Tensor.__complex__,
+        torch.Tensor.is_nonzero,
+        torch.is_nonzero,
     }
 )
 
@@ -477,17 +481,18 @@ class PartialReads(TorchFunctionMode):
     the shards of a vector are uneven, and what it writes there is lost.
 
     Args:
-        groups: the parameter groups of the optimizer.
+        optimizer: as it was before ``prepare``.
 
     Attributes:
-        has_read: there was such a number, or there are complex parameters.
+        is_needed: there was such a number, there are complex parameters, or the optimizer is none of torch's
+            and may read one in any step.
     """
 
-    def __init__(self, groups: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
-        self.has_read = False
-        for group in groups:
-            self.has_read |= any(map(torch.is_complex, group["params"]))
+        self.is_needed = not type(optimizer).__module__.startswith("torch.optim.")
+        for group in optimizer.param_groups:
+            self.is_needed |= any(map(torch.is_complex, group["params"]))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -504,6 +509,6 @@ class PartialReads(TorchFunctionMode):
             and isinstance(args[0], DTensor)
             and any(p.is_partial() for p in args[0].placements)
         ):
-            self.has_read = True
+            self.is_needed = True
             args = (args[0].full_tensor(), *args[1:])
         return func(*args, **(kwargs or {}))
