@@ -295,11 +295,13 @@ def test_a_wrong_use_is_said(text: str) -> None:
 
 
 def test_weights_may_be_given_in_windows() -> None:
+    """The divisor, which a program may show, is then not used."""
     accelerator, model, optimizer = line()
     loader = accelerator.prepare(numbers(5))
     found = []
     for window in accelerator.windows(loader, 3):
         for batch in window:
+            assert window.divisor in (2, 3)
             accelerator.backward(model(value(batch)).sum(), num_items=value(batch).sum())
         found.append(float(model.weight.grad))  # type: ignore[arg-type]
         optimizer.step()

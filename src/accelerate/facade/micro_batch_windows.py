@@ -125,7 +125,6 @@ class GradientAccumulationWindow:
     @property
     def divisor(self) -> int:
         """The divisor of the loss of this micro-batch."""
-        self.is_loss_divided = True
         return self.count if self.done else self.n
 
     def __iter__(self) -> Iterator[Any]:

@@ -125,7 +125,10 @@ class TrainLoop:
         try:
             if self.engine is None or self.engine.should_divide_loss(kwargs):
                 window = gradients.window
-                steps = (gradients.plugin_kwargs.get("num_steps") or 1) if window is None else window.divisor
+                if window is None:
+                    steps = gradients.plugin_kwargs.get("num_steps") or 1
+                else:
+                    steps, window.is_loss_divided = window.divisor, True
                 if steps != 1:
                     loss = loss / steps
             if self.precision.scales_loss and not strategy.owns_step:
