@@ -310,3 +310,21 @@ def test_an_evaluation_left_half_way_and_kept_does_not_hide_the_end_of_the_train
             kept.append(iter(evaluation))
             next(kept[0])
     assert flags == [False, False, False, True, False, True]
+
+
+def test_a_schedule_of_any_class_may_have_a_number_of_steps() -> None:
+    class Ramp:
+        total_steps, count = 4, 0
+
+        def step(self) -> None:
+            self.count += 1
+
+    accelerator = Accelerator()
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.1))
+    schedule = accelerator.prepare_scheduler(Ramp())
+    for _ in range(3):
+        accelerator.backward(weight.sum())
+        optimizer.step()
+        schedule.step()
+    assert schedule.count == 3

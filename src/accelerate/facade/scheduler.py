@@ -85,7 +85,7 @@ class AcceleratedScheduler:
             self._overrun_monitor.check_step(self.optimizers, count)
         # A one-cycle schedule raises when it is stepped past its end.
         end = getattr(self.scheduler, "total_steps", None) if self.step_with_optimizer else None
-        while count and (end is None or self.scheduler._step_count <= end):
+        while count and (end is None or getattr(self.scheduler, "_step_count", 0) <= end):
             self.scheduler.step(*args, **kwargs)
             count -= 1
 
