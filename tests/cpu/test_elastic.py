@@ -460,6 +460,38 @@ def test_a_machine_that_ends_well_after_all_is_not_waited_for(
     assert waits == {0: 0.75, 1: 0.75}
 
 
+def test_machines_that_are_lost_at_once_are_not_waited_for() -> None:
+    """Of four machines two are left, which start again."""
+
+    class StoppingLauncher(ScriptedLauncher):
+        def send(self, event: str, **more: Any) -> None:
+            if event == "verdict":
+                self.script.append((self.machine, {"event": "ended", "result": "called off"}))
+
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented
+    job = {"monitor_interval": 0.1, "machine_timeout": 1.0, "least": 1, "most": 4, "hostname": "host"}
+    world = {"restarts": 0, "max_restarts": 0, "hosts": ["a", "b", "c", "d"]}
+    verdicts = dict[int, Any]()
+
+    def run(machine: int) -> None:
+        info = rendezvous.RendezvousInfo(store, machine, 4, "")
+        handler = SimpleNamespace(num_machines_waiting=lambda: 0)
+        agent = rendezvous_agent.AttemptCoordinator(
+            cast("Any", StoppingLauncher([], machine)), cast("Any", handler), info, world, job
+        )
+        verdict = agent.run()
+        verdicts[machine] = agent.wait_all_stopped(verdict) or verdict
+
+    threads = [threading.Thread(target=run, args=(machine,), daemon=True) for machine in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert verdicts.keys() == {0, 1}, "an agent waits for ever"
+    assert [(each["kind"], each["restart"]) for each in verdicts.values()] == [("lost", True)] * 2
+    assert verdicts[0]["lost"] == verdicts[1]["lost"] in (2, 3)
+
+
 def test_a_launcher_without_its_guard_ends_as_it_would() -> None:
     with GuardProcess(0.5) as guard:
         guard.process.kill()

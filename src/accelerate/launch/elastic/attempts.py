@@ -87,7 +87,7 @@ class ElasticAgentProcess:
         guard: ends it when this process dies.
 
     Attributes:
-        heard: when it last said that it reached the others, in s of the monotonic clock.
+        last_contact: when it last said that it reached the others, in s of the monotonic clock.
     """
 
     def __init__(self, job: Message, guard: GuardProcess) -> None:

@@ -84,7 +84,7 @@ class AttemptCoordinator:
         job: what the launcher said.
 
     Attributes:
-        ended: how the processes here ended, None before.
+        local_result: how the processes here ended, None before.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class AttemptCoordinator:
         self.failure_claims: dict[int, tuple[float, int]] = {}
         self.first_claim = 0  # of those that stand, as the machine with claim 1 has decided
         self.last_seen: dict[int, tuple[bytes, float]] = {}
+        self.lost_machines: set[int] = set()  # that this one has found
 
     def run(self) -> Message:
         """Run until there is a verdict and the processes of this machine have ended."""
@@ -114,7 +115,7 @@ class AttemptCoordinator:
         self.launcher.send("verdict", **verdict)
         while self.local_result is None:
             self._read_launcher(POLL_SECONDS, judge=False)
-            if verdict["kind"] != "lost" and self._is_heartbeat_due():
+            if not verdict.get("torn") and self._is_heartbeat_due():
                 with suppress(DistError):  # the machine with the store has left: the processes here end later
                     self._send_heartbeat()
         return verdict
@@ -207,7 +208,7 @@ class AttemptCoordinator:
             return None
         self._send_heartbeat()
         now, number, count = time.monotonic(), self.info.machine_rank, self.info.machine_count
-        for other in range(1, count) if number == 0 else (0,):
+        for other in set(range(1, count) if number == 0 else (0,)) - self.lost_machines:
             sign = self.store.get(f"beat/{other}") if self.store.check([f"beat/{other}"]) else b""
             before, since = self.last_seen.setdefault(other, (sign, now))
             if sign != before:
@@ -229,6 +230,7 @@ class AttemptCoordinator:
         self.store.set(f"beat/{self.info.machine_rank}", str(self.heartbeat_count))
 
     def _post_lost_machine(self, other: int) -> Message:
+        self.lost_machines.add(other)
         host = self.world["hosts"][other]
         verdict = {
             "kind": "lost",
@@ -247,14 +249,26 @@ class AttemptCoordinator:
         return {"kind": "lost", "lost": number, "lost_host": host, "why": why, "restart": False, "torn": True}
 
     def wait_all_stopped(self, verdict: Message) -> Message | None:
-        """Waits until no process of the attempt is left anywhere; a machine lost meanwhile is a verdict."""
-        self.store.add("stopped", 1)
+        """Wait until no process of the attempt is left on any machine that is not lost.
+
+        Returns:
+            The verdict on a machine that was lost meanwhile, if there was none on another one before.
+        """
+        self._count_stopped(self.info.machine_rank)
         expected = self.info.machine_count - (verdict["kind"] == "lost")
         while self.store.add("stopped", 0) < expected:
-            if verdict["kind"] != "lost" and (lost_verdict := self._check_heartbeats()) is not None:
+            lost_verdict = self._check_heartbeats()
+            if lost_verdict is not None and verdict["kind"] != "lost":
                 return lost_verdict
+            if lost_verdict is not None and lost_verdict["lost"] != verdict["lost"]:
+                self._count_stopped(lost_verdict["lost"])  # several were lost at once
             time.sleep(POLL_SECONDS)
         return None
+
+    def _count_stopped(self, machine: int) -> None:
+        """Count a machine once, also where it is lost after it has counted itself."""
+        if self.store.add(f"stopped/{machine}", 1) == 1:
+            self.store.add("stopped", 1)
 
     def wait_verdict_read(self, verdict: Message) -> None:
         """Stays until all have heard the verdict, for the store goes with the machine that holds it."""
