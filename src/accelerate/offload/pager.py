@@ -31,6 +31,8 @@ from accelerate.offload.weight_block import (
     read_page,
 )
 
+MAX_STALL_EVENTS = 256  # pairs of events that are kept when the device has passed them
+
 
 @dataclass
 class PagerStats:
@@ -42,6 +44,8 @@ class PagerStats:
         prefetched: copies that were started before they were needed.
         bytes_written_back: bytes of weights that were changed in place and copied back.
         host_wait: seconds for which the program waited for values to be read or copied.
+        past_stalls: seconds of waits of the compute stream that have ended.
+        stalls: events before and after the latest such waits.
     """
 
     blocks: int = 0
@@ -50,12 +54,20 @@ class PagerStats:
     prefetched: int = 0
     bytes_written_back: int = 0
     host_wait: float = 0.0
-    stalls: deque[tuple[Any, Any]] = field(default_factory=lambda: deque[tuple[Any, Any]](maxlen=4096))
+    past_stalls: float = 0.0
+    stalls: deque[tuple[Any, Any]] = field(default_factory=deque[tuple[Any, Any]])
+
+    def add_stall(self, before: Any, after: Any) -> None:
+        """Count a wait of the compute stream for a copy, by the events around it."""
+        self.stalls.append((before, after))
+        while len(self.stalls) > MAX_STALL_EVENTS and self.stalls[0][1].query():
+            first, last = self.stalls.popleft()
+            self.past_stalls += first.elapsed_time(last) / 1e3
 
     @property
     def device_wait(self) -> float:
         """The seconds for which the device's compute stream waited for copies; waits for the device."""
-        total = 0.0
+        total = self.past_stalls
         for before, after in self.stalls:
             after.synchronize()
             total += before.elapsed_time(after) / 1e3
@@ -372,7 +384,7 @@ class Pager:
         before = None if resident_page.is_ready else self.driver.record_event(now, timed=True)
         self.driver.wait_event(resident_page.copy_event, now)
         if before is not None:
-            self.stats.stalls.append((before, self.driver.record_event(now, timed=True)))
+            self.stats.add_stall(before, self.driver.record_event(now, timed=True))
         if now != resident_page.stream:
             resident_page.buffer.record_stream(now)
         resident_page.is_ready = True
