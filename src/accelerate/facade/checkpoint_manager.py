@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from weakref import ref
+from weakref import WeakSet
 from zlib import crc32
 
 import torch
@@ -460,16 +460,25 @@ class CheckpointManager:
 
 def _allocate_staging_after_step(manager: CheckpointManager) -> None:
     """Allocate the staging memory after the first optimizer step, before the first save needs it."""
-    manager_ref: Any = ref(manager)
+    _without_staging.add(manager)
+    if _allocate_staging not in _global_hooks:
+        _global_hooks.add(_allocate_staging)
+        register_optimizer_step_post_hook(_allocate_staging)
 
-    def allocate_once(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal manager_ref
-        saving = manager_ref() if manager_ref is not None else None
-        if saving is not None and any(each.optimizer is optimizer for each in saving.prepared.optimizers):
-            manager_ref = None
-            saving.allocate_staging()
 
-    register_optimizer_step_post_hook(allocate_once)
+def _allocate_staging(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if not _without_staging:
+        return
+    for manager in tuple(_without_staging):
+        if any(each.optimizer is optimizer for each in manager.prepared.optimizers):
+            _without_staging.discard(manager)
+            manager.allocate_staging()
+
+
+# The managers that save in the background and whose optimizers have not stepped; torch has one hook for all,
+# which cannot be removed while it runs.
+_without_staging: WeakSet[CheckpointManager] = WeakSet()
+_global_hooks = set[Any]()
 
 
 def _describe_drift(by_rank: list[dict[str, Any]]) -> str:
