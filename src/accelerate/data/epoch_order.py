@@ -496,7 +496,8 @@ class LoaderOpenedSampler:
 
     def __iter__(self) -> Iterator[Any]:
         iterator = None if self.is_late else iter(self.sampler)
-        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        host = "cpu" if self.generator is None else self.generator.device
+        torch.empty((), dtype=torch.int64, device=host).random_(generator=self.generator)
         return iter(self.sampler) if self.workers or iterator is None else iterator
 
 

@@ -155,7 +155,7 @@ def stream_batches(
     draws_seed = broadcast is not None and starts_workers and base.generator is None
     # Opened with the states of another rank: torch's loader draws a seed for workers on each of them.
     if draws_seed and torch.equal(torch.default_generator.get_state(), own_state):
-        torch.empty((), dtype=torch.int64).random_()
+        torch.empty((), dtype=torch.int64, device="cpu").random_()
     if not stream:
         index = next((i for i, each in enumerate(generators) if each is base.generator), None)
         # A resumed order is opened as when it was drawn, whoever reads the rest of it.
