@@ -104,8 +104,10 @@ class DeferredAgreement:
         """
         self.check()
         digest = self._digest(operation.encode() + content, describe)
-        if len(self._pending) == MAX_PENDING:
-            self._pending[0].event.synchronize()
+        with self._lock:  # the watchdog's thread takes those that are done
+            oldest = self._pending[0] if len(self._pending) == MAX_PENDING else None
+        if oldest is not None:
+            oldest.event.synchronize()
             self.check()
         maxima = digest.template.clone()
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
