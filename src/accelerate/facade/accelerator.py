@@ -1139,7 +1139,7 @@ class Accelerator(ProcessMixin):
 
     def check_trigger(self) -> bool:
         """Return whether any rank has set its flag, and clear it."""
-        raised = any(collective.all_gather_object(bool(self._trigger)))
+        raised = collective.combine_objects(bool(self._trigger), any, "check_trigger()")
         self._trigger = False
         return raised
 
@@ -1160,7 +1160,7 @@ class Accelerator(ProcessMixin):
         return self._checkpoints.get_state_dict(model, unwrap)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and loads more objects with the state.
+        """Save and load more objects with the state.
 
         Raises:
             PrepareError: one lacks ``state_dict`` or ``load_state_dict``.
@@ -1338,7 +1338,7 @@ class Accelerator(ProcessMixin):
 
     @property
     def should_stop(self) -> bool:
-        """Return whether the end of the job was announced, so that it is time to save and monitor.
+        """Return whether the end of the job was announced, so that it is time to save and stop.
 
         Reading it is a step boundary: every rank must read it, equally often, at the same places. A signal
         to any rank makes it True on all ranks at the same boundary, within a second or so, and it stays True.

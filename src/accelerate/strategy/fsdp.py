@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -324,8 +325,8 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
         from accelerate.strategy.sharding.initial_weights import refuse_uninitialized, uninitialized_names
 
         if model in self.models or any(isinstance(p, DTensor) for p in model.parameters()):
-            names_by_rank = collective.all_gather_object(uninitialized_names(model), "get_state_dict")
-            refuse_uninitialized(name for names in names_by_rank for name in names)
+            own, join = uninitialized_names(model), lambda lists: [*chain.from_iterable(lists)]
+            refuse_uninitialized(collective.combine_objects(own, join, "get_state_dict"))
         return model_state(model, self._is_leader)
 
     def check_materialized(self, model: nn.Module) -> None:
