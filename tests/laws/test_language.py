@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from itertools import takewhile
+from typing import Any
 
 import pytest
 
@@ -71,7 +72,7 @@ BOUNDS = {
     "variables named found": 60,
     "'the engine' in sources and docs": 30,
     "docstrings that open with What, Whether, Where, Those, By, As or Of": 150,
-    "docstrings that explain an argument which the function does not have": 0,
+    "docstrings that explain an argument or attribute that is not there": 0,
 }
 
 
@@ -129,17 +130,41 @@ def unclear_files(source: Source) -> Iterator[str]:
             yield source.at(1, f"{part}: a file carries the name of the thing")
 
 
+def _explained_names(node: Any, section: str) -> Iterator[str]:
+    """The names that a section of a docstring explains."""
+    explained = (ast.get_docstring(node) or "").partition(f"\n{section}:\n")[2]
+    lines = takewhile(lambda line: not line or line.startswith(" "), explained.splitlines())
+    heads = [match for line in lines if (match := re.match(r"    ([*\w]+(?:, [*\w]+)*):", line))]
+    return (name.lstrip("*") for head in heads for name in head[1].split(", "))
+
+
 def undefined_arguments(source: Source) -> Iterator[str]:
     """Arguments that a docstring explains and the function does not have: their name has changed."""
     for node in source.nodes:
         if isinstance(node, Function):
-            explained = (ast.get_docstring(node) or "").partition("\nArgs:\n")[2]
-            lines = takewhile(lambda line: not line or line.startswith(" "), explained.splitlines())
-            heads = [match for line in lines if (match := re.match(r"    ([*\w]+(?:, [*\w]+)*):", line))]
             own = {arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)}
-            for name in (name.lstrip("*") for head in heads for name in head[1].split(", ")):
+            for name in _explained_names(node, "Args"):
                 if name not in own:
                     yield source.at(node, f"{node.name} has no argument {name}")
+
+
+def _identifiers(node: ast.AST) -> Iterator[str]:
+    """Every name in a piece of code."""
+    for each in ast.walk(node):
+        for field in ("id", "attr", "arg", "name"):
+            if isinstance(name := getattr(each, field, None), str):
+                yield name
+
+
+def undefined_attributes(source: Source) -> Iterator[str]:
+    """Attributes that a docstring explains and a class does not mention: their name has changed."""
+    for node in source.nodes:
+        # The fields of a class of settings may be those of its base class.
+        if isinstance(node, ast.ClassDef) and "describe_fields" not in map(ast.unparse, node.decorator_list):
+            own = set(_identifiers(node))
+            for name in _explained_names(node, "Attributes"):
+                if name not in own:
+                    yield source.at(node, f"{node.name} has no attribute {name}")
 
 
 def duplicate_classes() -> Iterator[str]:
@@ -189,7 +214,7 @@ def places() -> dict[str, list[str]]:
         [place for s in every for place in found_variables(s)],
         list(engines()),
         [place for s in every for place in unclear_docstrings(s)],
-        [place for s in every for place in undefined_arguments(s)],
+        [place for s in every for place in (*undefined_arguments(s), *undefined_attributes(s))],
     )
     return dict(zip(BOUNDS, measures, strict=True))
 
@@ -235,11 +260,16 @@ def test_the_exceptions_are_few_and_needed() -> None:
             'def f(a, *b):\n    """Do x.\n\n    Args:\n        a, *b: of\n            c: no.\n    """',
             0,
         ),
+        ('class Watchdog:\n    """It watches.\n\n    Attributes:\n        a: one.\n    """\n\n    b: int', 1),
+        ('class Watchdog:\n    """It watches.\n\n    Attributes:\n        b: one.\n    """\n\n    b: int', 0),
     ],
 )
 def test_the_law_sees_unclear_names(text: str, count: int) -> None:
     source = read(text)
-    checks = (unclear_classes, unclear_functions, found_variables, unclear_docstrings, undefined_arguments)
+    checks = (
+        unclear_classes, unclear_functions, found_variables, unclear_docstrings, undefined_arguments,
+        undefined_attributes,
+    )  # fmt: skip
     assert sum(len(list(check(source))) for check in checks) == count
     assert len(list(unclear_files(read("", "world/told.py")))) == 1
 

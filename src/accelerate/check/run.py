@@ -58,7 +58,7 @@ class TestCommandState:
 
     Attributes:
         rank, size: this rank and the world size.
-        printing: whether this process prints. That is rank 0, unless it does not come back.
+        prints: whether this process prints. That is rank 0, unless it does not come back.
         failed: whether a check failed on any rank.
     """
 

@@ -125,7 +125,7 @@ class TensorMatch:
     Attributes:
         target: the one in the model.
         name: its name in the files.
-        is_persistent: the one in the files.
+        saved: the one in the files.
         others: by further names, if the model has one tensor where the files may have several.
         dtype: what it becomes.
     """

@@ -129,11 +129,7 @@ class LossWeighting:
         return lambda: vars(self).update(kept)
 
     def reset_used(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reset the groups of an optimizer, whose gradients were used or cleared.
-
-        Raises:
-            PrepareError: items were counted for them, and no backward completed them.
-        """
+        """Reset the groups of an optimizer, whose gradients were used or cleared."""
         optimizer_params = set(_optimizer_params(self.strategy, optimizer))
         for group in self.groups:
             if group.is_weighted and not optimizer_params.isdisjoint(group.parameters):

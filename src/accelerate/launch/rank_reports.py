@@ -84,6 +84,8 @@ class JobOutcome:
     """The end of a job: that of each process, in the order it was seen, and the signal that stopped it.
 
     Attributes:
+        exits: of its processes, in the order in which they were seen.
+        stopped_by: the number of the signal.
         stopped_gracefully: all ranks had announced a graceful stop on that signal, and none was killed.
     """
 

@@ -62,8 +62,8 @@ class World:
         timeout: longest a collective may wait, None for torch's default.
         debug: collectives check shapes first.
         owns_group: the process group was opened here and is destroyed by ``close``.
-        reported: ranks, world size and type that a program has assigned to the states: what they say, and
-            little more.
+        reported: ranks, world size and type that a program has assigned to the states. They say these; with a
+            world size of 1 ``prepare`` shards no data and reduces no gradients.
         is_closed: ``close`` has destroyed its process group; what it says can still be read.
     """
 

@@ -97,10 +97,11 @@ class TracedForward:
         device: where the stages will run.
 
     Attributes:
-        form: of what the model gives.
+        output_form: of what the model gives.
         per_row: of each tensor of the result, how long its dimension 0 is for one sample; 0 if it does not
             depend on how many there are.
-        computed: the names of all modules that compute something, in the order of their first computation.
+        computing_modules: the names of all modules that compute something, in the order in which they first
+            do.
 
     Raises:
         PrepareError: ``torch.export`` cannot trace the forward.

@@ -21,7 +21,9 @@ _ABSENT: Any = object()
 
 
 def read_config(source: Any, label: str = CONFIG_NAME) -> dict[str, Any]:
-    """Return a copy of the configuration in a dict, a path, JSON, or an ``HfDeepSpeedConfig``.
+    """Return the configuration in a dict, a path, JSON, or an ``HfDeepSpeedConfig``.
+
+    It is a copy, except of the last, whose ``config`` is the dict that others fill in.
 
     Args:
         source: one of these.

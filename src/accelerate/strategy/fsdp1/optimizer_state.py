@@ -32,7 +32,7 @@ class OptimizerParam:
     """A user's parameter as an optimizer holds it.
 
     Attributes:
-        held: the parameter that the optimizer holds: the user's, or the flat one.
+        param: the parameter that the optimizer holds: the user's, or the flat one.
         unit, slot: the flat parameter and the place in it; None for one of no wrapped model.
     """
 

@@ -44,7 +44,7 @@ class AttentionCall:
         mask: over all keys, with the rows that this process computes (see ``select_mask_rows``).
         dropout: its probability.
         causal: whether a query sees only what is before it.
-        more: the others, by name.
+        extra_kwargs: the others, by name.
     """
 
     query: torch.Tensor

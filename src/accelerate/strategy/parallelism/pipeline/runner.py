@@ -94,12 +94,12 @@ class PipelineParallelRunner:
         options: a ``PipelineParallelConfig``.
         group: the processes that have its stages, in their order.
         device: of this process.
-        others: the dimensions of the mesh beside the stages.
+        other_dimensions: the dimensions of the mesh beside the stages.
 
     Attributes:
-        place: this process's among those of the pipeline; ``stages`` are the stages that it has.
+        pp_rank: the rank of this process in the pipeline; ``stages`` are the stages that it has.
         shared: weights that several processes hold.
-        clock: if a list, all work is put there.
+        timings: if a list, the times of all work are put there.
     """
 
     def __init__(

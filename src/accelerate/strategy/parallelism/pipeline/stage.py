@@ -143,7 +143,7 @@ class PipelineStageModule(nn.Module):
     """The module that torch's stage calls for each micro-batch.
 
     Attributes:
-        run: takes the number of a chunk and what was received; gives what is sent.
+        run_chunk: takes the number of a chunk and what was received; gives what is sent.
     """
 
     def __init__(self) -> None:
