@@ -560,6 +560,9 @@ def sparse() -> list[Any]:
         pytest.raises(PrepareError, match=r"to_dense\(\)") if accelerator.num_processes > 1 else nullcontext()
     ):
         accelerator.gather({"a": torch.ones(1), "b": matrix})
+    with pytest.raises(CollectiveError) if accelerator.num_processes > 1 else nullcontext() as error:
+        accelerator.gather(matrix if accelerator.is_main_process else torch.ones(2, 2))
+    assert error is None or "rank 0: a torch.sparse_coo tensor" in str(error.value)
     accelerator.wait_for_everyone()
     return [total.layout, total.to_dense().tolist()]
 

@@ -89,7 +89,7 @@ class PackedTree:
         leaves: list[torch.Tensor] = []
         others: list[Any] = []
         structure = _SINGLE_TENSOR
-        if isinstance(data, torch.Tensor):
+        if isinstance(data, torch.Tensor) and data.layout == torch.strided:
             leaves.append(data)
         else:
             structure = _digest(_structure(data, leaves, others))
@@ -294,8 +294,7 @@ class PackedTree:
 
     def _structure_mismatch(self) -> CollectiveError:
         """Return the error for different structures; one more exchange finds where they differ."""
-        leaf_kinds = [(path, "a tensor" if isinstance(leaf, torch.Tensor) else f"{type(leaf).__name__}")
-                      for path, leaf in tree.iterate_leaves(self.data)]  # fmt: skip
+        leaf_kinds = [(path, _leaf_kind(leaf)) for path, leaf in tree.iterate_leaves(self.data)]
         messages = self.channel.exchange(
             f"{self.operation}, structure", data=pickle.dumps(leaf_kinds), label=self.operation
         )
@@ -312,7 +311,7 @@ def _structure(value: Any, leaves: list[torch.Tensor], others: list[Any]) -> str
     """Return keys, lengths and positions of tensors as text; collect the tensors and all other leaves."""
     if isinstance(value, torch.Tensor):
         leaves.append(value)
-        return "t"
+        return "t" if value.layout == torch.strided else str(value.layout)
     if value is None:
         return "n"
     if tree.is_sequence(value):
@@ -326,6 +325,12 @@ def _structure(value: Any, leaves: list[torch.Tensor], others: list[Any]) -> str
         return f"<{','.join([f'{name}:{_structure(item, leaves, others)}' for name, item in named.items()])}>"
     others.append(value)
     return type(value).__name__
+
+
+def _leaf_kind(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf).__name__
+    return "a tensor" if leaf.layout == torch.strided else f"a {leaf.layout} tensor"
 
 
 def _encode_descriptions(leaves: list[torch.Tensor]) -> bytes:
