@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate.core.errors import PrepareError
 from tests.support.long_run import select_cases
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.scripts import run_to_exit
@@ -314,3 +315,32 @@ def test_a_script_that_goes_around_the_forward_ends_with_our_words(ranks: RankSe
     for code, output in run_to_exit(ranks, 2, SCRIPT, tmp_path):
         assert code == 1
         assert "PrepareError: Encoder.encode was called at script.py:6" in output
+
+
+def step_unprepared(sizes: dict[str, int]) -> list[str]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import ParallelismConfig
+
+    if sizes:
+        accelerator = Accelerator(parallelism_config=ParallelismConfig(**sizes))
+    else:
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS))
+    model, words = tiny(), next(batches(1))
+    optimizer, other = adamw(model), adamw(tiny())
+    model = accelerator.prepare(model)
+    accelerator.backward(loss_of(model, words))
+    other.step()  # of a model that nobody has prepared
+    with pytest.raises(PrepareError) as error:
+        optimizer.step()
+    accelerator.prepare(optimizer).step()
+    return [error.value.what, error.value.fix]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"dp_shard_size": 2}])
+def test_the_step_of_an_optimizer_that_was_never_prepared_is_refused(
+    ranks: RankServer, sizes: dict[str, int]
+) -> None:
+    """It stepped what the model had before: nothing trained, and nothing was said."""
+    what, fix = same_on_all(ranks(2, step_unprepared, sizes))
+    assert what == "the AdamW steps parameters that sharding has replaced"
+    assert fix == "model, optimizer = accelerator.prepare(model, optimizer)"

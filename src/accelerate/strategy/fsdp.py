@@ -20,7 +20,12 @@ from accelerate.core.lazy_names import get_override
 from accelerate.core.option_report import OptionStatus
 from accelerate.strategy.base import CustomSharding, PrepareBundle, StrategySelection, SubclassGathering
 from accelerate.strategy.protocol.gradient_sync import ZeroBackward, graph_leaves, run_with_zero_gradients
-from accelerate.strategy.sharding.sharded_strategy import FSDP_SELECTION, MethodCalls, ShardedStrategy
+from accelerate.strategy.sharding.sharded_strategy import (
+    FSDP_SELECTION,
+    MethodCalls,
+    ShardedStrategy,
+    watch_unprepared_optimizers,
+)
 from accelerate.world import collective
 
 if TYPE_CHECKING:
@@ -97,6 +102,8 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
         for model in dict.fromkeys(bundle.objects_of("model")):
             if not self._is_sharded(model):
                 self.shard(model, bundle.objects_of("optimizer"))
+        if self._replaced_params:  # somebody holds them
+            watch_unprepared_optimizers(self)
 
     def shard(self, model: nn.Module, optimizers: Sequence[Any] = ()) -> None:
         """Shard one model in place, and make ``optimizers`` hold its new parameters."""
@@ -135,6 +142,7 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
         move_hooks(renewed.values())
         for old, new in renewed.values():
             self._replaced_params[old] = new
+        watch_unprepared_optimizers(self)
 
     def _update_optimizers(self, bundle: PrepareBundle) -> None:
         """Remap optimizers also when their model was prepared in an earlier call."""

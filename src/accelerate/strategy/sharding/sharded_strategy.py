@@ -8,11 +8,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core import environ
@@ -45,6 +46,25 @@ def watch_mesh(mesh: DeviceMesh) -> None:
     if (watch := watchdog.current()) is not None:
         for group in mesh.get_all_groups():
             watch.track_group(group)
+
+
+_watched_strategies: weakref.WeakSet[ShardedStrategy] = weakref.WeakSet()
+
+
+def watch_unprepared_optimizers(strategy: ShardedStrategy) -> None:
+    """Let every optimizer be checked before it steps; see ``ShardedStrategy.refuse_replaced_params``."""
+    _register_check()
+    _watched_strategies.add(strategy)
+
+
+@cache
+def _register_check() -> None:
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for strategy in tuple(_watched_strategies):
+        strategy.refuse_replaced_params(optimizer)
 
 
 class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor, ParamReplacement):
@@ -275,6 +295,20 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor, ParamReplacemen
                 )
 
     # --- the loop
+
+    def refuse_replaced_params(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse the step of an optimizer of parameters that sharding has replaced: it would train nothing.
+
+        Raises:
+            PrepareError: it has some.
+        """
+        replaced = self._replaced_params
+        if replaced and any(p in replaced for group in optimizer.param_groups for p in group["params"]):
+            raise PrepareError(
+                f"the {type(optimizer).__name__} steps parameters that sharding has replaced",
+                why="the model has new ones, of which only an optimizer that is prepared knows",
+                fix="model, optimizer = accelerator.prepare(model, optimizer)",
+            )
 
     def _current_param(self, parameter: torch.Tensor) -> torch.Tensor:
         # Tensor parallelism may have replaced it before it was sharded.
