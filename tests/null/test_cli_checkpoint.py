@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -106,6 +107,23 @@ def test_ls_shows_every_checkpoint_of_a_project_or_folder(cli: Run, project: Pat
     assert (last["processes"], last["strategy"], last["format"]) == ("1", "single", "full")
     assert [row["status"] for row in result.rows] == [*["complete"] * 3, "complete, newest"]
     assert last["size"].endswith(("bytes", "KB"))
+
+
+def test_weights_beside_the_checkpoints_of_a_project_are_none_of_them(cli: Run, project: Path) -> None:
+    """What ``save_model`` and ``save_pretrained`` write; it hid the checkpoints of the project."""
+    final, torn = project / "final", project / "checkpoint_9"
+    for folder in (final, torn):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(
+            (project / "checkpoints" / "checkpoint_0" / "model.safetensors").read_bytes()
+        )
+    assert [row["name"] for row in cli("ls", project).rows] == [f"checkpoint_{i}" for i in range(4)]
+    assert [row["name"] for row in cli("ls", final).rows] == ["final"]
+    assert "4 of 4" not in cli("verify", project).out
+    for number in range(4):
+        shutil.rmtree(project / "checkpoints" / f"checkpoint_{number}")
+    (row,) = cli("ls", project).rows
+    assert (row["name"], "the save was not complete" in row["status"]) == ("checkpoint_9", True)
 
 
 def test_ls_of_one_checkpoint_and_as_json(cli: Run, project: Path) -> None:

@@ -62,12 +62,13 @@ def open_checkpoints(text: str) -> CheckpointCollection:
     candidate = discovery.inspect_folder(store, name)
     if candidate is not None and (candidate.manifest is not None or not candidate.problem):
         return CheckpointCollection(store, [candidate], single=True)
-    folder_address = discovery.join_address(above, name)
+    folder_address, collections = discovery.join_address(above, name), list[CheckpointCollection]()
     for folder in (folder_address, discovery.join_address(folder_address, AUTOMATIC_FOLDER)):
         inner_store = discovery.open_store(folder)
-        candidates = discovery.candidates(inner_store)
-        if candidates:
-            return CheckpointCollection(inner_store, candidates)
+        if candidates := discovery.candidates(inner_store):
+            collections.append(CheckpointCollection(inner_store, candidates))
+    if collections:
+        return next((each for each in collections if each.newest is not None), collections[0])
     if candidate is not None:
         return CheckpointCollection(store, [candidate], single=True)
     raise CheckpointNotFoundError(

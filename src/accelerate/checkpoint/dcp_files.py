@@ -469,8 +469,12 @@ def find_model_folder(folder: str | os.PathLike[str]) -> Path:
         what, why = f"there is no folder {base}", ""
     elif whole := next((each for each in whole_names if (base / each).is_file()), None):
         why, fix = f"it holds {whole}: the model is whole already", f"load {base / whole} as it is"
-    elif inner := sorted(base.glob(f"*/{name}/{layout.SHARDED_INDEX}")):
-        fix = f"name a checkpoint in it: {inner[-1].parent.parent}"
+    elif inner := [
+        *base.glob(f"*/{name}/{layout.SHARDED_INDEX}"),
+        *base.glob(f"{layout.AUTOMATIC_FOLDER}/*/{name}/{layout.SHARDED_INDEX}"),
+    ]:
+        newest = max(inner, key=lambda index: index.stat().st_mtime_ns)
+        fix = f"name a checkpoint in it: {newest.parent.parent}"
     raise CheckpointNotFoundError(what, why=why, fix=fix)
 
 

@@ -27,7 +27,9 @@ from accelerate.checkpoint.layout import (
     AUTOMATIC_NAME,
     DAMAGE_FIX,
     MANIFEST_NAME,
+    MODEL_NAME,
     RNG_STATE_NAME,
+    SAFE_MODEL_NAME,
     Manifest,
     file_name,
     is_checkpoint_name,
@@ -199,12 +201,23 @@ def candidates(store: CheckpointStorage, folder: str = "") -> list[CheckpointCan
     inside = [f"{folder}/{name}" if folder else name for name in store.entries(folder)]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         inspected = list(pool.map(partial(inspect_folder, store), inside))
-    matches = [candidate for candidate in inspected if candidate is not None]
+    matches = [
+        candidate for candidate in inspected if candidate is not None and not _has_weights_alone(candidate)
+    ]
     names = [c.name for c in matches if parse_working_name(c.name) is None]
     stems = {match["stem"] if (match := _NUMBERED.fullmatch(name)) else None for name in names}
     if len(stems) == 1 and None not in stems:
         return sorted(matches, key=lambda c: -1 if c.number is None else c.number)
     return sorted(matches, key=lambda c: c.saved_at)
+
+
+def _has_weights_alone(candidate: CheckpointCandidate) -> bool:
+    """Return True for weights that ``save_model`` or ``save_pretrained`` put under a name of the user's."""
+    name = PurePosixPath(candidate.name).name
+    if candidate.manifest is not None or automatic_number(name) is not None or parse_working_name(name):
+        return False
+    parts = [entry for entry in candidate.store.entries(candidate.name) if is_checkpoint_name(entry)]
+    return bool(parts) and all(part.startswith((SAFE_MODEL_NAME, MODEL_NAME)) for part in parts)
 
 
 def latest_checkpoint(
