@@ -13,7 +13,7 @@ from torch import nn
 
 from accelerate import DeepSpeedPlugin
 from accelerate.core.errors import AccelerateError
-from accelerate.facade.dry_run import dry_run_model, fake_process_group, main
+from accelerate.facade.dry_run import dry_run_model, fake_process_group, format_report, main
 from accelerate.facade.estimate.memory_estimate import MemoryEstimateConfig, measure_model
 from accelerate.facade.estimate.parallel_layouts import ClusterDeviceMemory, list_layouts
 from accelerate.parallelism_config import ParallelismConfig
@@ -107,6 +107,15 @@ def test_a_plan_says_what_a_dry_run_counts() -> None:
     told = bill["FSDP2 x TP 2, activation checkpointing"]
     for name in ("weights", "gradients", "optimizer"):
         assert getattr(part, name) == pytest.approx(getattr(told, name), rel=0.001)
+
+
+def test_replicas_hold_everything() -> None:
+    """DDP compares the shapes of all ranks first, which the meta device does not have as numbers."""
+    found = dry_run_model(empty, 2, ranks=(0, 1))
+    weights = sum(p.numel() * p.element_size() for p in empty().parameters())
+    assert (found.strategy, found.wrapped) == ("ddp", {})
+    assert [(part.rank, part.weights) for part in found.parts] == [(0, weights), (1, weights)]
+    assert "FSDP unit none" in format_report(found)
 
 
 def test_what_prepare_would_refuse_is_refused() -> None:

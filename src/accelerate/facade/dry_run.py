@@ -202,7 +202,7 @@ def _count_rank_memory(model: nn.Module, rank: int, place: dict[str, int], optim
 def format_report(report: PrepareDryRunReport) -> str:
     """Format the report as text."""
     sizes = " x ".join(f"{name} {size}" for name, size in report.mesh.items()) or "none"
-    wrapped = ", ".join(f"{count} x {name}" for name, count in report.wrapped.items()) or "no FSDP unit"
+    wrapped = ", ".join(f"{count} x {name}" for name, count in report.wrapped.items()) or "none"
     if report.wrapped == {report.model: 1}:
         wrapped += ": one FSDP unit; --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP makes one of each layer"
     lines = [

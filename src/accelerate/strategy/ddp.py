@@ -226,9 +226,12 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
                     fix="launch with --use_fsdp: FSDP2 takes models that fully_shard has sharded; a tensor "
                     "parallel one wants Accelerator(parallelism_config=ParallelismConfig(tp_size=...))",
                 )
-        devices = None if self.world.device.type == "cpu" else [self.world.device]
+        is_dry_run = self.world.device.type == "meta"  # there are no values to compare and to broadcast
+        devices = None if is_dry_run or self.world.device.type == "cpu" else [self.world.device]
         # Torch needs no output_device; programs that replace the wrapper's __init__ take both.
         options = {"device_ids": devices, "output_device": devices and devices[0]}
+        if is_dry_run:
+            options["init_sync"] = False
         view = replicate(model, **options, **self.handler.to_kwargs())
         if self.handler.comm_hook != DDPCommunicationHookType.NO:
             self.handler.register_comm_hook(view)
