@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
-from accelerate.track.base import GeneralTracker, on_main_process, to_json_config
+from accelerate.track.base import LibraryTracker, on_main_process, to_json_config
 from accelerate.track.protocol.logged_values import (
     flatten_mappings,
     is_own_object,
@@ -17,7 +17,7 @@ from accelerate.track.protocol.logged_values import (
 )
 
 
-class AimTracker(GeneralTracker):
+class AimTracker(LibraryTracker):
     """A run in the repository of ``logging_dir``. Run here: aim 3.28, read back with its own SDK.
 
     Online: a server's repository as ``logging_dir``, ``aim://host:53800``.
@@ -37,27 +37,19 @@ class AimTracker(GeneralTracker):
     name = "aim"
     requires_logging_directory = True
     packages: ClassVar[tuple[str, ...]] = ("aim",)
-    run_name: str
+    run_attribute = "writer"
     aim_repo_path: str | os.PathLike[str] | None
-    init_kwargs: dict[str, Any]
 
     def __init__(
         self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any
     ) -> None:
-        super().__init__()
-        self.run_name, self.aim_repo_path, self.init_kwargs = run_name, logging_dir, kwargs
-
-    @property
-    def tracker(self) -> Any:
-        """The run."""
-        return self.writer
+        super().__init__(run_name, **kwargs)
+        self.aim_repo_path = logging_dir
 
     @on_main_process
     def start(self) -> None:
         """Open the run."""
-        import aim
-
-        self.writer: Any = aim.Run(repo=self.aim_repo_path, **self.init_kwargs)
+        self.writer: Any = self._library.Run(repo=self.aim_repo_path, **self.init_kwargs)
         self.writer.name = self.run_name
 
     @on_main_process
@@ -71,8 +63,6 @@ class AimTracker(GeneralTracker):
 
         ``kwargs`` go to ``Run.track``.
         """
-        import aim
-
         track, others = functools.partial(self.writer.track, step=step, **kwargs), dict[str, Any]()
         for key, value in flatten_mappings(values).items():
             objects = value if isinstance(value, list | tuple) else [value]
@@ -83,7 +73,7 @@ class AimTracker(GeneralTracker):
         self.log_by_kind(
             others,
             number=lambda key, value: track(value, name=key),
-            text=lambda key, value: track(aim.Text(value), name=key),
+            text=lambda key, value: track(self._library.Text(value), name=key),
         )
 
     @on_main_process
@@ -97,14 +87,12 @@ class AimTracker(GeneralTracker):
             step: of all of them.
             kwargs: options of ``aim.Image`` under ``"aim_image"``, of ``Run.track`` under ``"track"``.
         """
-        import aim
-
-        options = kwargs or {}
+        image, options = self._library.Image, kwargs or {}
         for key, value in values.items():
             pictures = [
                 content
                 if is_own_object(self.name, content)
-                else aim.Image(to_pil(content), caption=caption, **options.get("aim_image", {}))
+                else image(to_pil(content), caption=caption, **options.get("aim_image", {}))
                 for content, caption in to_images(key, value)
             ]
             self.writer.track(pictures, name=key, step=step, **options.get("track", {}))

@@ -31,6 +31,7 @@ from accelerate.world.world import current, get_rank_info
 __all__ = [
     "BlankTracker",
     "GeneralTracker",
+    "LibraryTracker",
     "ProjectTracker",
     "UnfinishedTrackerError",
     "explain_missing_account",
@@ -247,10 +248,6 @@ class GeneralTracker:
         """Warn, once for a key, that the library cannot log a value and that it is left out."""
         self._warn_once(key, f"{self.name} cannot log {key!r}: a {type(value).__name__} is left out")
 
-    def refuse_name(self, key: str, characters: str) -> None:
-        """Warn, once for a key, that the library takes only names of other characters."""
-        self._warn_once(key, f"{self.name} cannot log {key!r}: its names are of {characters}; it is left out")
-
     def leave_out(self, kind: str) -> None:
         """Warn, once for a kind (``"images"``), that the library has none and that they are left out."""
         if not missing_attributes(self):  # a blank one leaves out everything
@@ -332,24 +329,23 @@ def on_main_process(function: F) -> F:
 _VALUE_KINDS: tuple[tuple[str, Any], ...] = (("text", str), ("mapping", Mapping), ("number", (int, float)))
 
 
-class ProjectTracker(GeneralTracker):
-    """The base of trackers whose library begins a run by ``init(project=...)`` and returns the run.
+class LibraryTracker(GeneralTracker):
+    """The base of trackers that send to an object of a library.
 
     Args:
-        run_name: name of the project.
-        kwargs: options of the library's ``init``.
+        run_name: name of the run, or of the project.
+        kwargs: options with which the library begins the run.
 
     Attributes:
-        missing_account: words of the library's error without an account, and what to type then.
+        run_attribute: the attribute that holds the library's object of the run.
     """
 
     requires_logging_directory = False
-    main_process_only = False
-    missing_account: ClassVar[tuple[str, str] | None] = None
-    run_name: str
+    run_attribute: ClassVar[str] = "run"
+    run_name: str | None
     init_kwargs: dict[str, Any]
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
+    def __init__(self, run_name: str | None, **kwargs: Any) -> None:
         super().__init__()
         self.run_name, self.init_kwargs = run_name, kwargs
 
@@ -361,7 +357,22 @@ class ProjectTracker(GeneralTracker):
     @property
     def tracker(self) -> Any:
         """The library's object of the run."""
-        return self.run
+        return getattr(self, self.run_attribute)
+
+
+class ProjectTracker(LibraryTracker):
+    """The base of trackers whose library begins a run by ``init(project=...)`` and returns the run.
+
+    Args:
+        run_name: name of the project.
+        kwargs: options of the library's ``init``.
+
+    Attributes:
+        missing_account: words of the library's error without an account, and what to type then.
+    """
+
+    main_process_only = False
+    missing_account: ClassVar[tuple[str, str] | None] = None
 
     @on_main_process
     def start(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from accelerate.core import environ
 from accelerate.track.base import (
-    GeneralTracker,
+    LibraryTracker,
     explain_missing_account,
     on_main_process,
     to_json_config,
@@ -19,7 +19,7 @@ from accelerate.track.protocol.logged_values import LoggedTable, join_name, numb
 SERIES = ("eval", "test", "train")
 
 
-class ClearMLTracker(GeneralTracker):
+class ClearMLTracker(LibraryTracker):
     """A task. Run here: clearml 2.1, offline mode, its file of metrics read back.
 
     A task that the script has opened itself is used, and left open at the end.
@@ -37,20 +37,13 @@ class ClearMLTracker(GeneralTracker):
     """
 
     name = "clearml"
-    requires_logging_directory = False
     packages: ClassVar[tuple[str, ...]] = ("clearml",)
+    run_attribute = "task"
     user_provided_run_name: str | None
-    init_kwargs: dict[str, Any]
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__()
-        self.user_provided_run_name, self.init_kwargs = run_name, kwargs
-        self._initialized_externally = False
-
-    @property
-    def tracker(self) -> Any:
-        """The task."""
-        return self.task
+        super().__init__(run_name, **kwargs)
+        self.user_provided_run_name, self._initialized_externally = run_name, False
 
     @on_main_process
     def start(self) -> None:
@@ -59,9 +52,7 @@ class ClearMLTracker(GeneralTracker):
         Raises:
             SettingError: there is no account.
         """
-        from clearml import Task
-
-        self.task: Any = Task.current_task()
+        self.task: Any = self._library.Task.current_task()
         self._initialized_externally = self.task is not None
         if self.task is None:
             names = {
@@ -73,7 +64,7 @@ class ClearMLTracker(GeneralTracker):
                 "`clearml-task --import-offline-session` sends later"
             )
             with explain_missing_account("clearml", "not configured", fix):
-                self.task = Task.init(**{**names, **self.init_kwargs})
+                self.task = self._library.Task.init(**{**names, **self.init_kwargs})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -6,11 +6,11 @@ import functools
 from typing import Any, ClassVar
 
 from accelerate.core import environ
-from accelerate.track.base import GeneralTracker, explain_missing_account, on_main_process, to_json_config
+from accelerate.track.base import LibraryTracker, explain_missing_account, on_main_process, to_json_config
 from accelerate.track.protocol.logged_values import LoggedTable, join_name, to_images, to_pil
 
 
-class CometMLTracker(GeneralTracker):
+class CometMLTracker(LibraryTracker):
     """An experiment of the project ``run_name``. Run here: comet_ml 3.58, offline, archive read back.
 
     Online: ``COMET_API_KEY``, or ``comet login``.
@@ -27,18 +27,8 @@ class CometMLTracker(GeneralTracker):
     """
 
     name = "comet_ml"
-    requires_logging_directory = False
     packages: ClassVar[tuple[str, ...]] = ("comet_ml",)
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs: dict[str, Any] = kwargs
-
-    @property
-    def tracker(self) -> Any:
-        """The experiment."""
-        return self.writer
+    run_attribute = "writer"
 
     @on_main_process
     def start(self) -> None:
@@ -47,15 +37,13 @@ class CometMLTracker(GeneralTracker):
         Raises:
             SettingError: there is no key of an account.
         """
-        import comet_ml
-
         mode = environ.get("COMET_MODE")
         why = f"it knows no variable COMET_MODE (it is {mode!r})" if mode else ""
         fix = (
             "comet login, or export COMET_START_ONLINE=false to write a file that `comet upload` sends later"
         )
         with explain_missing_account("comet_ml", "API key", fix, why):
-            self.writer: Any = comet_ml.start(project_name=self.run_name, **self.init_kwargs)
+            self.writer: Any = self._library.start(project_name=self.run_name, **self.init_kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

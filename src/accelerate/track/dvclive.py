@@ -7,14 +7,14 @@ import os
 import re
 from typing import Any, ClassVar
 
-from accelerate.track.base import GeneralTracker, on_main_process, to_json_config
+from accelerate.track.base import LibraryTracker, on_main_process, to_json_config
 from accelerate.track.protocol.logged_values import flatten_mappings, join_name, number_names
 
 # Endings of files that the library, or its Pillow, writes.
 _FORMATS = (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".tif", ".tiff", ".webp")
 
 
-class DVCLiveTracker(GeneralTracker):
+class DVCLiveTracker(LibraryTracker):
     """Metrics in the folder ``dvclive``. Run here: dvclive 3.49, its files read back.
 
     Online: nothing is sent. In a Git repository with DVC a run is an experiment, which ``dvc exp push``
@@ -30,26 +30,18 @@ class DVCLiveTracker(GeneralTracker):
     """
 
     name = "dvclive"
-    requires_logging_directory = False
     packages: ClassVar[tuple[str, ...]] = ("dvclive",)
+    run_attribute = "live"
     live: Any
-    init_kwargs: dict[str, Any]
 
     def __init__(self, run_name: str | None = None, live: Any | None = None, **kwargs: Any) -> None:
-        super().__init__()
-        self.live, self.init_kwargs = live, kwargs
-
-    @property
-    def tracker(self) -> Any:
-        """The ``Live``."""
-        return self.live
+        super().__init__(run_name, **kwargs)
+        self.live = live
 
     @on_main_process
     def start(self) -> None:
         """Open the folder."""
-        from dvclive import Live
-
-        self.live = self.live if self.live is not None else Live(**self.init_kwargs)
+        self.live = self.live if self.live is not None else self._library.Live(**self.init_kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
-from accelerate.track.base import GeneralTracker, flatten_config, on_main_process
+from accelerate.track.base import LibraryTracker, flatten_config, on_main_process
 from accelerate.track.protocol.logged_values import LoggedTable, flatten_mappings, to_array
 
 # A server takes no more parameters in one request (mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH).
@@ -19,7 +19,7 @@ BATCH = 100
 NAMES = re.compile(r"[/\w.\- :]+")
 
 
-class MLflowTracker(GeneralTracker):
+class MLflowTracker(LibraryTracker):
     """A run of an experiment. Run here: mlflow 3.17, SQLite store, read back with its client.
 
     Variables win over arguments, so that a job's environment decides where it is logged:
@@ -45,12 +45,11 @@ class MLflowTracker(GeneralTracker):
     """
 
     name = "mlflow"
-    requires_logging_directory = False
     packages: ClassVar[tuple[str, ...]] = ("mlflow",)
+    run_attribute = "active_run"
     experiment_name: str | None
     run_id: str | None
     nested_run: bool
-    run_name: str | None
     description: str | None
 
     def __init__(
@@ -63,7 +62,7 @@ class MLflowTracker(GeneralTracker):
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(run_name)
         self.experiment_name = environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
         self.logging_dir = logging_dir
         self.run_id = environ.get("MLFLOW_RUN_ID", run_id)
@@ -73,27 +72,20 @@ class MLflowTracker(GeneralTracker):
         self.nested_run = (
             environ.parse_bool(nested, where="nested_run") if isinstance(nested, str) else bool(nested)
         )
-        self.run_name, self.description = run_name, description
-
-    @property
-    def tracker(self) -> Any:
-        """The active run."""
-        return self.active_run
+        self.description = description
 
     @on_main_process
     def start(self) -> None:
         """Begin the run."""
-        import mlflow
-
-        existing: Any = mlflow.get_experiment_by_name(self.experiment_name)
+        existing: Any = self._library.get_experiment_by_name(self.experiment_name)
         if existing is not None:
             experiment: Any = existing.experiment_id
         else:
             location = None if self.logging_dir is None else str(self.logging_dir)
-            experiment = mlflow.create_experiment(
+            experiment = self._library.create_experiment(
                 name=self.experiment_name, artifact_location=location, tags=self.tags
             )
-        self.active_run: Any = mlflow.start_run(
+        self.active_run: Any = self._library.start_run(
             run_id=self.run_id,
             experiment_id=experiment,
             run_name=self.run_name,
@@ -105,11 +97,9 @@ class MLflowTracker(GeneralTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration as parameters, without nesting, in batches that a server takes."""
-        import mlflow
-
         rows = iter(flatten_config(values).items())
         while batch := dict(islice(rows, BATCH)):
-            mlflow.log_params(batch)
+            self._library.log_params(batch)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -117,65 +107,52 @@ class MLflowTracker(GeneralTracker):
 
         ``kwargs`` go to ``log_metrics``. A name that the library refuses is left out, and said.
         """
-        import mlflow
-
         metrics: dict[str, Any] = {}
         flat = flatten_mappings(values)
         named = {key: value for key, value in flat.items() if NAMES.fullmatch(key)}
         for key in flat.keys() - named.keys():
-            self.refuse_name(key, "letters, digits and _ - . : / and spaces")
-        self.log_by_kind(named, number=metrics.__setitem__, text=mlflow.set_tag)
-        mlflow.log_metrics(metrics, step=step, **kwargs)
+            names = "letters, digits and _ - . : / and spaces"
+            self._warn_once(key, f"mlflow cannot log {key!r}: its names are of {names}; it is left out")
+        self.log_by_kind(named, number=metrics.__setitem__, text=self._library.set_tag)
+        self._library.log_metrics(metrics, step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images; ``kwargs`` go to ``log_image``. Captions are left out."""
-        import mlflow
-
         for key, value in values.items():
             for content in self.drop_captions(key, value):
                 picture = to_array(content) if isinstance(content, str) else content
-                mlflow.log_image(picture, key=key, step=step, **kwargs)
+                self._library.log_image(picture, key=key, step=step, **kwargs)
 
     def _write_table(self, name: str, table: LoggedTable, step: int | None, **kwargs: Any) -> None:
         """Store a table as ``name.json``, at a step as ``name-step.json``."""
-        import mlflow
-
         rows = {column: [row[number] for row in table.rows] for number, column in enumerate(table.columns)}
         file = f"{name}.json" if step is None else f"{name}-{step}.json"
-        mlflow.log_table(rows, artifact_file=file, **kwargs)
+        self._library.log_table(rows, artifact_file=file, **kwargs)
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         """Store a figure of matplotlib or plotly as ``artifact_file``, saved with ``save_kwargs``."""
-        import mlflow
-
         options = {"save_kwargs": save_kwargs} if save_kwargs else {}
-        mlflow.log_figure(figure=figure, artifact_file=artifact_file, **options)
+        self._library.log_figure(figure=figure, artifact_file=artifact_file, **options)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
         """Store a file, in the folder ``artifact_path`` of the run."""
-        import mlflow
-
-        mlflow.log_artifact(local_path=local_path, artifact_path=artifact_path)
+        self._library.log_artifact(local_path=local_path, artifact_path=artifact_path)
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
         """Store what a folder holds, in the folder ``artifact_path`` of the run."""
-        import mlflow
-
-        mlflow.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
+        self._library.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
     @on_main_process
     def finish(self) -> None:
         """End the run; one that failed is marked so."""
-        import mlflow
-
         if self.failed:
-            mlflow.end_run(status="FAILED")
+            self._library.end_run(status="FAILED")
         else:
-            mlflow.end_run()
+            self._library.end_run()
 
 
 def _parse_tags(text: str) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import numpy as np
 import yaml
 
 from accelerate.core import packages
-from accelerate.track.base import GeneralTracker, flatten_config, on_main_process, to_json_config
+from accelerate.track.base import LibraryTracker, flatten_config, on_main_process, to_json_config
 from accelerate.track.protocol.logged_values import LoggedTable, to_array, to_markdown
 
 
-class TensorBoardTracker(GeneralTracker):
+class TensorBoardTracker(LibraryTracker):
     """Event files in ``logging_dir/run_name``. Run here: tensorboard 2.21, read back with its own reader.
 
     Online: nothing is sent.
@@ -33,20 +33,13 @@ class TensorBoardTracker(GeneralTracker):
     name = "tensorboard"
     requires_logging_directory = True
     packages: ClassVar[tuple[str, ...]] = ("tensorboard", "tensorboardX")
-    run_name: str
+    run_attribute = "writer"
     logging_dir_param: str | os.PathLike[str]
     logging_dir: str
-    init_kwargs: dict[str, Any]
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name, self.logging_dir_param, self.init_kwargs = run_name, logging_dir, kwargs
-        self.logging_dir = os.path.join(logging_dir, run_name)
-
-    @property
-    def tracker(self) -> Any:
-        """The ``SummaryWriter``."""
-        return self.writer
+        super().__init__(run_name, **kwargs)
+        self.logging_dir_param, self.logging_dir = logging_dir, os.path.join(logging_dir, run_name)
 
     @on_main_process
     def start(self) -> None:
