@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from statistics import fmean, median
+from statistics import median
 from typing import TYPE_CHECKING
 
 from accelerate.core.units import show_bytes, show_seconds
@@ -75,13 +75,11 @@ def summarize(run: RunRecord, now: float) -> RunSummary:
 
 
 def _describe_rank(rank: int, steps: RankSteps, own: float, now: float) -> tuple[str, ...]:
-    seconds = fmean(steps.seconds[-RECENT:])
-    wait = fmean(steps.data_wait[-RECENT:])
     return (
         str(rank),
         f"{steps.steps[-1]:g}",
         show_seconds(median(steps.seconds[-RECENT:])),
-        f"{100 * wait / seconds:.0f} %" if seconds > 0 else "-",
+        steps.data_wait_share(slice(-RECENT, None)),
         show_seconds(own),
         show_bytes(round(steps.peak_memory)),
         f"{show_seconds(max(now - steps.times[-1], 0))} ago",

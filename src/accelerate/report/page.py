@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.resources import files
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from accelerate.core.errors import SettingError
 from accelerate.core.units import show_bytes, show_seconds
-from accelerate.report.records import RankSteps, RunRecord, Series, downsample, find_stragglers
+from accelerate.report.records import RunRecord, Series, downsample, find_stragglers
 from accelerate.report.run_reader import RunReader
 
 if TYPE_CHECKING:
@@ -238,18 +237,13 @@ def _rank_rows(run: RunRecord) -> list[dict[str, Any]]:
             "median step": show_seconds(float(np.median(steps.seconds))),
             "median own time": show_seconds(medians[rank]),
             "95 % of steps under": show_seconds(float(np.quantile(steps.seconds, 0.95))),
-            "waiting for data": _share(steps),
+            "waiting for data": steps.data_wait_share(),
             "peak memory": show_bytes(round(steps.peak_memory)),
             "slowest": rank == slowest and len(medians) > 1,
         }
         for rank, steps in sorted(run.ranks.items())
         if steps.seconds
     ]
-
-
-def _share(steps: RankSteps) -> str:
-    total = fmean(steps.seconds)
-    return f"{100 * fmean(steps.data_wait) / total:.0f} %" if total > 0 else "-"
 
 
 def _health_rows(run: RunRecord) -> Iterator[dict[str, Any]]:

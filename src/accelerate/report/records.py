@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,11 @@ class RankSteps:
     tokens: list[float] = field(default_factory=list)
     peak_memory: float = 0.0
 
+    def data_wait_share(self, steps: slice = slice(None)) -> str:
+        """Return the share of the time of these steps in which the training waited for data, as a text."""
+        waited, total = sum(self.data_wait[steps]), sum(self.seconds[steps])
+        return f"{100 * waited / total:.0f} %" if total > 0 else "-"
+
 
 @dataclass
 class RunRecord:
@@ -99,11 +105,11 @@ class RunRecord:
     end: float = 0.0
     status: str = "not ended"
     config: dict[str, Any] = field(default_factory=dict)
-    series: dict[str, Series] = field(default_factory=dict)
+    series: dict[str, Series] = field(default_factory=lambda: defaultdict(Series))
     texts: dict[str, str] = field(default_factory=dict)
     tables: dict[str, tuple[list[Any], list[list[Any]]]] = field(default_factory=dict)
     artifacts: list[dict[str, Any]] = field(default_factory=list)
-    ranks: dict[int, RankSteps] = field(default_factory=dict)
+    ranks: dict[int, RankSteps] = field(default_factory=lambda: defaultdict(RankSteps))
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -170,36 +176,24 @@ class RunRecord:
             if isinstance(value, Mapping):
                 self._add_values(value, step, seconds, f"{name}/")
             elif isinstance(value, int | float):
-                self._find_series(name).add(step, seconds, float(value))
+                self.series[name].add(step, seconds, float(value))
             elif isinstance(value, str) and value in _NOT_FINITE:
-                self._find_series(name).add(step, seconds, _NOT_FINITE[value])
+                self.series[name].add(step, seconds, _NOT_FINITE[value])
             else:
                 self.texts[name] = value if isinstance(value, str) else json.dumps(value)
 
     def _add_step(self, record: Mapping[str, Any], rank: int, seconds: float) -> None:
-        number, get = float(record["optimizer_step"]), record.get
-        steps = self.ranks.get(rank)
-        if steps is None:
-            steps = self.ranks[rank] = RankSteps()
+        number, get, steps = float(record["optimizer_step"]), record.get, self.ranks[rank]
         tokens = get("tokens")
         steps.steps.append(number)
         steps.times.append(seconds)
-        steps.seconds.append(get("seconds") or 0.0)
-        steps.data_wait.append(get("data_wait") or 0.0)
-        steps.forward.append(get("forward") or 0.0)
-        steps.memory.append(get("memory") or 0.0)
+        for name in ("seconds", "data_wait", "forward", "memory", "samples"):
+            getattr(steps, name).append(get(name) or 0.0)
         steps.peak_memory = max(steps.peak_memory, steps.memory[-1])
-        steps.samples.append(get("samples") or 0.0)
         steps.tokens.append(math.nan if tokens is None else tokens)
         for group, rate in enumerate(get("lr", ()) if rank == 0 else ()):
             name = f"learning rate, group {group}" if len(record["lr"]) > 1 else "learning rate"
-            self._find_series(name).add(number, seconds, float(rate))
-
-    def _find_series(self, name: str) -> Series:
-        series = self.series.get(name)
-        if series is None:
-            series = self.series[name] = Series()
-        return series
+            self.series[name].add(number, seconds, float(rate))
 
 
 def downsample(x: np.ndarray, y: np.ndarray, count: int) -> np.ndarray:
