@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, cycle, islice
 from typing import Any, TypeGuard
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from accelerate.core.errors import PrepareError
 from accelerate.data.epoch_order import (
@@ -112,10 +113,7 @@ class BatchSamplerShard(BatchSampler):
             if self.batch_size is None and not self.even_batches:
                 raise TypeError("the parts of batches of unknown size are not known before they are drawn")
             return batches
-        whole, rest = divmod(batches, self.num_processes)
-        if rest == 0 or self.drop_last:
-            return whole
-        return whole + 1 if self.even_batches else whole + (self.process_index < rest)
+        return replace(self.slicer, rank_samples=1).count_steps(batches)  # of whole batches
 
     @property
     def slicer(self) -> RankSampleOrderSlicer:
@@ -296,6 +294,45 @@ def slicer_for(sampler: Any) -> RankSampleOrderSlicer | None:
     if shard is None or shard.num_processes == 1:
         return RankSampleOrderSlicer(batches.batch_size, drop_last=batches.drop_last)
     return shard.slicer
+
+
+class SingleIndexSampler(Sampler[Any]):
+    """A sampler of single indices from a shard with batches of one, for loaders that do not collate."""
+
+    def __init__(self, shard: BatchSamplerShard) -> None:
+        self.batch_sampler = shard
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch[0] for batch in self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+def shard_by_index(
+    loader: DataLoader[Any],
+    count: int,
+    index: int,
+    split: bool,
+    even: bool,
+    unverified: DataLoader[Any] | None = None,
+) -> DataLoader[Any]:
+    """Return a copy of a loader of map-style data whose sampler is a ``BatchSamplerShard``.
+
+    Args:
+        loader: the user's; the single indices of one that does not collate are not split.
+        count, index, split, even: see ``BatchSamplerShard``.
+        unverified: see there.
+    """
+    batches: Any = loader.batch_sampler
+    if batches is None and isinstance(loader.sampler, BatchSampler):
+        batches = loader.sampler
+    is_single = batches is None
+    if is_single:
+        batches, split = BatchSampler(loader.sampler, batch_size=1, drop_last=False), False
+    shard = BatchSamplerShard(batches, count, index, split, even)
+    shard.unverified = unverified
+    return copy_loader(loader, batch_sampler=SingleIndexSampler(shard) if is_single else shard)
 
 
 def copy_loader(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:

@@ -22,17 +22,17 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from accelerate.data.batch_channel import DATA, BatchReceiver, BatchSender, pack, unpack
-from accelerate.data.batch_sampler_shard import BatchSamplerShard, check_split
+from accelerate.data.batch_sampler_shard import BatchSamplerShard, check_split, shard_by_index
 from accelerate.data.batch_source import fetch_batches, find_shard
 from accelerate.data.batches import FetchedBatch, count_rows, divide_rows, take_rows
-from accelerate.data.epoch_order import fetches_by_index
+from accelerate.data.epoch_order import fetches_by_index, outer_sampler
 from accelerate.data.iterable_dataset import DataPipeStream, GlobalBatchCollate, supports_marks
 from accelerate.data.loader import DataLoaderShard, copy_loader
 from accelerate.data.position import Epoch, EpochSkip
-from accelerate.data.rank_batches import AllRankBatchSteps, SingleIndexSampler
+from accelerate.data.rank_batches import AllRankBatchSteps
 from accelerate.data.sample_order import RankSampleOrderSlicer, find_batch_sampler
 from accelerate.data.stream_source import stream_batches, with_saved_split
 from accelerate.world import collective
@@ -115,23 +115,19 @@ class DataLoaderDispatcher(DataLoaderShard):
         return loader
 
     def __len__(self) -> int:
-        base = self.base_dataloader
-        sampler = base.sampler if base.batch_sampler is None else base.batch_sampler
+        base, share, even = self.base_dataloader, 1, self.even_batches
         if find_shard(base) is not None:
-            return len(sampler)  # type: ignore[arg-type]
+            return len(outer_sampler(base))
         if isinstance(base.collate_fn, GlobalBatchCollate):
-            share, even = base.collate_fn.share, self.even_batches
-            slicer = RankSampleOrderSlicer(
-                share, self._num_processes, self._index, drop_last=self._drop_last, fill_last=even
-            )
-            return slicer.count_steps(len(self.dataset))  # type: ignore[arg-type]
-        batches = len(base)
-        if self.split_batches:
-            return batches
-        whole, rest = divmod(batches, self._num_processes)
-        if rest == 0 or self._drop_last:
-            return whole
-        return whole + 1 if self.even_batches else whole + (self._index < rest)
+            items, share = len(self.dataset), base.collate_fn.share  # type: ignore[arg-type]
+        else:
+            items = len(base)
+            if self.split_batches:
+                return items
+        slicer = RankSampleOrderSlicer(
+            share, self._num_processes, self._index, drop_last=self._drop_last, fill_last=even
+        )
+        return slicer.count_steps(items)
 
     @property
     def total_batch_size(self) -> int:
@@ -365,14 +361,8 @@ def with_rank_batches(
         check_split(size, count)
     if count == 1 or slice_fn is not None:
         return base
-    whole = find_batch_sampler(base)
-    if fetches_by_index(base) and whole is not None:
-        return copy_loader(base, batch_sampler=BatchSamplerShard(whole, count, index, split, even))
-    if fetches_by_index(base) and not split:
-        single_batches = BatchSampler(base.sampler, 1, drop_last=False)
-        return copy_loader(
-            base, sampler=SingleIndexSampler(BatchSamplerShard(single_batches, count, index, False, even))
-        )
+    if fetches_by_index(base) and not (split and find_batch_sampler(base) is None):
+        return shard_by_index(base, count, index, split, even)
     if isinstance(base.dataset, IterableDataset) and size is not None and supports_marks(base):
         step = size if split else size * count
         batches: Any = copy.copy(base.batch_sampler)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from accelerate.core.errors import PrepareError
+from accelerate.data.batch_sampler_shard import check_split
 from accelerate.data.batches import FetchedBatch
 from accelerate.data.position import Epoch, StreamSplit
 from accelerate.world import collective
@@ -122,17 +122,11 @@ class IterableDatasetShard(IterableDataset[Any]):
         process_index: int = 0,
         split_batches: bool = False,
     ) -> None:
-        if split_batches and batch_size > 1 and batch_size % num_processes:
-            raise PrepareError(
-                f"a batch of {batch_size} samples cannot be split over {num_processes} processes",
-                fix=f"use a batch size that is a multiple of {num_processes}",
-            )
+        if split_batches and batch_size > 1:
+            check_split(batch_size, num_processes)
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
-        self.num_processes, self.process_index, self.split_batches = (
-            num_processes,
-            process_index,
-            split_batches,
-        )
+        self.num_processes, self.process_index = num_processes, process_index
+        self.split_batches = split_batches
         # Fill an incomplete last step, and mark its samples for `CountingCollate`.
         self.even_batches, self.marks = True, False
         self.epoch = 0

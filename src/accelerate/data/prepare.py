@@ -17,11 +17,7 @@ from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.core.value_types import Seed
 from accelerate.data import sharding_detection
-from accelerate.data.batch_sampler_shard import (
-    BatchSamplerShard,
-    check_split,
-    copy_loader,
-)
+from accelerate.data.batch_sampler_shard import check_split, copy_loader, shard_by_index
 from accelerate.data.dispatch import DataLoaderDispatcher
 from accelerate.data.epoch_order import get_sampler
 from accelerate.data.iterable_dataset import (
@@ -33,7 +29,6 @@ from accelerate.data.iterable_dataset import (
     supports_marks,
 )
 from accelerate.data.loader import DataLoaderShard, make_stateful
-from accelerate.data.rank_batches import SingleIndexSampler
 from accelerate.data.sample_order import SeedableRandomSampler, find_batch_sampler, is_torch_batch_sampler
 from accelerate.data.skip_first_batches import SkipDataLoader
 from accelerate.world import collective
@@ -131,7 +126,7 @@ def prepare_data_loader(
     is_world = (num_processes, process_index) == world  # no choice beside a mesh
     count = data_shard[0] if is_world or num_processes is None else num_processes
     index = data_shard[1] if is_world or process_index is None else process_index
-    batch_device, skipped = device if put_on_device else None, 0
+    target, skipped = device if put_on_device else None, 0
     if count > 1 and isinstance(dataloader, DataLoaderShard) and not dataloader._is_accelerate_prepared:
         dataloader, skipped = dataloader.base_dataloader, dataloader.skip_batches  # each rank reads all
     base = _with_seedable_sampler(dataloader, data_seed) if use_seedable_sampler else dataloader
@@ -148,12 +143,11 @@ def prepare_data_loader(
     elif count > 1 and (why := sharding_detection.find_sharding(dataloader, count, index, dispatch, strict)):
         sharding_detection.log_not_sharded(dataloader, why)
         keeps_own = True
-    prepared: DataLoaderShard
     if dispatch and not keeps_own:
         _check_world(count, index)
         prepared = DataLoaderDispatcher.wrap_for_dispatch(
             base,
-            device=batch_device,
+            device=target,
             num_processes=count,
             process_index=index,
             split_batches=split_batches,
@@ -163,13 +157,13 @@ def prepare_data_loader(
         )
     else:
         shared = 1 if keeps_own else count
-        if shared > 1:
+        if shared > 1 and isinstance(base.dataset, IterableDataset):
+            base = _shard_stream(base, count, index, split_batches, even_batches)
+        elif shared > 1:
             # Where all ranks take part, the first batch of indices is compared before it is used.
             unverified = dataloader if shard == "auto" and count == world[0] else None
-            base = _shard(base, shared, index, split_batches, even_batches, unverified)
-        prepared = DataLoaderShard.wrap(
-            base, device=batch_device, non_blocking=non_blocking, num_processes=shared
-        )
+            base = shard_by_index(base, count, index, split_batches, even_batches, unverified)
+        prepared = DataLoaderShard.wrap(base, device=target, non_blocking=non_blocking, num_processes=shared)
     if shard == "auto":
         mode = "kept" if keeps_own else "dispatched" if dispatch else "sharded"
         reads_rank0, compare = bool(dispatch_batches) and not keeps_own, sharding_detection.compare_ranks
@@ -287,29 +281,6 @@ def _with_sampler(loader: DataLoader[Any], seeded: RandomSampler) -> DataLoader[
         lowest = lowest.sampler
     lowest.sampler = seeded
     return copy_loader(loader, sampler=twin.sampler, batch_sampler=twin)
-
-
-def _shard(
-    loader: DataLoader[Any],
-    count: int,
-    index: int,
-    split: bool,
-    even: bool,
-    unverified: DataLoader[Any] | None,
-) -> DataLoader[Any]:
-    if isinstance(loader.dataset, IterableDataset):
-        return _shard_stream(loader, count, index, split, even)
-    batches: Any = loader.batch_sampler
-    if batches is None and isinstance(loader.sampler, BatchSampler):
-        batches = loader.sampler
-    if batches is None:
-        single_batches = BatchSampler(loader.sampler, batch_size=1, drop_last=False)
-        shard = BatchSamplerShard(single_batches, count, index, split_batches=False, even_batches=even)
-        shard.unverified = unverified
-        return copy_loader(loader, sampler=SingleIndexSampler(shard))
-    shard = BatchSamplerShard(batches, count, index, split, even)
-    shard.unverified = unverified
-    return copy_loader(loader, batch_sampler=shard)
 
 
 def _shard_stream(

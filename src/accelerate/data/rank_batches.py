@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, cycle, islice
 from typing import Any
 
-from torch.utils.data import Sampler
-
 from accelerate.data.batch_sampler_shard import BatchSamplerShard, slicer_for
 from accelerate.data.batch_source import slice_steps
 from accelerate.data.batches import divide_rows
@@ -133,16 +131,3 @@ def divide_step(samples: Iterable[Any], first: Iterable[Any], count: int) -> lis
     starts = range(0, share * count, share)
     parts = [whole[start : start + share] for start in starts]
     return [(part, min(len(part), max(0, real - start))) for start, part in zip(starts, parts, strict=True)]
-
-
-class SingleIndexSampler(Sampler[Any]):
-    """A sampler of single indices from a shard with batches of one, for loaders that do not collate."""
-
-    def __init__(self, shard: BatchSamplerShard) -> None:
-        self.batch_sampler = shard
-
-    def __iter__(self) -> Iterator[Any]:
-        return (batch[0] for batch in self.batch_sampler)
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
