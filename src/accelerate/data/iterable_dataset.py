@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from itertools import chain, cycle, islice
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -82,10 +82,33 @@ class CountingCollate:
         return PartialGlobalBatch(batch, real, samples[0].total, len(samples))
 
 
-class IterableDatasetShard(IterableDataset[Any]):
-    """One process's samples of a stream that every process reads alike.
+class StreamView(IterableDataset[Any]):
+    """A stream around another one: attributes that are none of its own are those of the other one.
 
-    Unknown attributes are those of the stream, so that a worker's init function works unchanged.
+    So a worker's init function works unchanged. The other one may be ahead: its state is none of this one.
+
+    Attributes:
+        dataset: the other one.
+    """
+
+    _own: ClassVar[tuple[str, ...]] = ("dataset",)
+    dataset: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._own or name.startswith("__") or name in STATE_METHODS:
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A worker's init function may shard the stream by assigning to it.
+        if name in self._own or "dataset" not in self.__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.dataset, name, value)
+
+
+class IterableDatasetShard(StreamView):
+    """One process's samples of a stream that every process reads alike.
 
     Args:
         dataset: the stream.
@@ -99,10 +122,9 @@ class IterableDatasetShard(IterableDataset[Any]):
     """
 
     _own = (
-        *("dataset", "batch_size", "drop_last", "num_processes", "process_index", "split_batches"),
+        *(*StreamView._own, "batch_size", "drop_last", "num_processes", "process_index", "split_batches"),
         *("even_batches", "marks", "epoch", "remainder", "last_real"),
     )
-    dataset: IterableDataset[Any]
     batch_size: int
     drop_last: bool
     num_processes: int
@@ -135,19 +157,6 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.remainder = -1
         self.last_real: int | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        # The stream is ahead of this process's samples, so its state is none of this object.
-        if name in self._own or name.startswith("__") or name in STATE_METHODS:
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # A worker's init function may shard the stream by assigning to it.
-        if name in self._own or "dataset" not in self.__dict__:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.dataset, name, value)
-
     @property
     def epoch_holder(self) -> Any:
         """The stream, if it has an epoch of its own, which a script may set; else this object."""
@@ -165,7 +174,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     @property
     def total_length(self) -> int:
         """The samples of the whole stream, if it has a length."""
-        return len(self.dataset)  # type: ignore[arg-type]
+        return len(self.dataset)
 
     @property
     def step_size(self) -> int:

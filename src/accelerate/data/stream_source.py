@@ -41,7 +41,7 @@ from accelerate.data.epoch_order import (
     restore_generators,
     uses_torch_iterator,
 )
-from accelerate.data.iterable_dataset import STATE_METHODS, IterableDatasetShard, SourceShard, split_stream
+from accelerate.data.iterable_dataset import IterableDatasetShard, SourceShard, StreamView, split_stream
 from accelerate.data.position import Epoch, FetchLayout, StreamSplit
 from accelerate.data.sample_order import END, StepSampleIndices
 from accelerate.world import collective
@@ -262,37 +262,25 @@ class _RemainingIndices:
             yield step.indices
 
 
-class RemainingStream(IterableDataset[Any]):
+class RemainingStream(StreamView):
     """The rest of a stream after a number of samples.
 
     Args:
-        stream: the whole stream; its attributes are visible here.
+        dataset: the whole stream.
         skip_counts: how many samples each worker skips.
         fetch_samples: samples of one fetch, of which only the last one of a worker may have had fewer.
     """
 
-    _own = ("stream", "skip_counts", "fetch_samples", "stream_iterator")
+    _own = (*StreamView._own, "skip_counts", "fetch_samples", "stream_iterator")
 
-    def __init__(self, stream: Any, skip_counts: list[int], fetch_samples: int) -> None:
-        self.stream, self.skip_counts, self.fetch_samples = stream, skip_counts, fetch_samples
+    def __init__(self, dataset: Any, skip_counts: list[int], fetch_samples: int) -> None:
+        self.dataset, self.skip_counts, self.fetch_samples = dataset, skip_counts, fetch_samples
         # The iterator of the stream, if it has been started already.
         self.stream_iterator: Iterator[Any] | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self._own or name.startswith("__") or name in STATE_METHODS:
-            raise AttributeError(name)
-        return getattr(self.stream, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # A worker's init function may shard the stream by assigning to it.
-        if name in self._own:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.stream, name, value)
-
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        stream_iterator = iter(self.stream) if self.stream_iterator is None else self.stream_iterator
+        stream_iterator = iter(self.dataset) if self.stream_iterator is None else self.stream_iterator
         count = self.skip_counts[0 if worker is None else worker.id]
         if _discard(stream_iterator, count) <= count - self.fetch_samples:
             raise PrepareError(
@@ -333,7 +321,7 @@ def _resume_in_process(base: DataLoader[Any], total: int, step: int) -> Iterator
     """Yield a dummy after the random draws of the start and the first step, then the remaining batches."""
     loader, rest = _replace_stream(base, [0], step)
     batches = iter(loader)
-    rest.stream_iterator = iter(rest.stream)
+    rest.stream_iterator = iter(rest.dataset)
     _discard(rest.stream_iterator, min(step, total))
     yield None
     _discard(rest.stream_iterator, total - step)
@@ -363,28 +351,25 @@ def _replace_stream(
 # --- streams of which each rank reads its own files
 
 
-class SplitOrder(IterableDataset[Any]):
+class SplitOrder(StreamView):
     """All rows of a stream, in the order in which the ranks of an earlier run shared them.
 
     That is the one in which a step takes a batch of each rank's part in turn.
 
     Args:
-        stream: the whole stream; its attributes are visible here.
+        dataset: the whole stream.
         split: how those ranks shared it.
     """
 
-    def __init__(self, stream: Any, split: StreamSplit) -> None:
-        self.stream, self.samples = stream, split.samples
-        self.parts = [split_stream(stream, rank, split.ranks) for rank in range(split.ranks)]
+    _own = (*StreamView._own, "samples", "parts")
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("stream", "samples", "parts", "state_dict", "load_state_dict") or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.stream, name)
+    def __init__(self, dataset: Any, split: StreamSplit) -> None:
+        self.dataset, self.samples = dataset, split.samples
+        self.parts = [split_stream(dataset, rank, split.ranks) for rank in range(split.ranks)]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of all parts."""
-        for part in (self.stream, *self.parts):
+        for part in (self.dataset, *self.parts):
             part.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
