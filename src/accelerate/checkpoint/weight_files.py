@@ -82,20 +82,17 @@ def save(
     world = worlds.current() or worlds.open()
     if not (world.is_local_main if save_on_each_node else world.is_main):
         return
+    if safe_serialization:
+        fill = partial(state_dict_files.write_safetensors, *state_dict_files.untie(obj))
+    else:
+        fill = partial(torch_files.write, obj)
     if not isinstance(f, str | os.PathLike):
-        if safe_serialization:
-            separate, aliases = state_dict_files.untie(obj)
-            state_dict_files.write_safetensors(separate, aliases, cast(BinaryIO, f))
-        else:
-            torch.save(obj, f)
+        fill(cast(BinaryIO, f))
         return
     path = Path(f).expanduser()
-    if safe_serialization:
-        separate, aliases = state_dict_files.untie(obj)
-        replace_file(path, partial(state_dict_files.write_safetensors, separate, aliases))
-    else:
-        path = path.resolve() if path.is_symlink() else path  # as torch.save does
-        replace_file(path, partial(torch_files.write, obj))
+    if not safe_serialization and path.is_symlink():
+        path = path.resolve()  # as torch.save does
+    replace_file(path, fill)
 
 
 def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
