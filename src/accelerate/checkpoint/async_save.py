@@ -32,6 +32,7 @@ from accelerate import device as devices
 from accelerate.checkpoint.discovery import Address
 from accelerate.checkpoint.mapped_state import MappedOptimizerState
 from accelerate.checkpoint.rank_group import BackgroundSaveError
+from accelerate.checkpoint.state_dict_files import id_tensor_storage
 from accelerate.core.errors import AccelerateError
 from accelerate.world import world as worlds
 
@@ -363,18 +364,13 @@ class _TensorCopies:
             return kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
         if not _has_memory(tensor):
             return tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
-        memory = self._memory[_key(tensor)]
+        memory = self._memory[id_tensor_storage(tensor)]
         place = tensor.storage_offset(), tensor.size(), tensor.stride()
         copy = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(memory, *place)
         if isinstance(tensor, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, requires_grad=False)
         vars(copy).update(vars(tensor))
         return copy.requires_grad_(tensor.requires_grad)
-
-
-def _key(tensor: torch.Tensor) -> _Key:
-    storage = tensor.untyped_storage()
-    return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -405,7 +401,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> _Storages:
             inner = _flatten(tensor)[0].values()
             storages.update(_storages(value for value in inner if isinstance(value, torch.Tensor)))
         elif tensor.device.type != "meta" and _has_memory(tensor):
-            storages[_key(tensor)] = tensor.device, tensor.untyped_storage()
+            storages[id_tensor_storage(tensor)] = tensor.device, tensor.untyped_storage()
     return storages
 
 

@@ -226,10 +226,7 @@ class FileReadTorchFunctionMode(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._pool.shutdown()
-        if error[0] is None:
-            self._uploads.finish()
-        else:
-            self._uploads.close()
+        self._uploads.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_ and len(args) == 2 and not kwargs and self._read_directly(*args):
@@ -305,10 +302,6 @@ class FileRegion:
     offset: int
     stride: tuple[int, ...] | None = None
 
-    def is_aligned(self, dtype: torch.dtype) -> bool:
-        """Return True if a tensor may begin at the offset: it must be a multiple of the element size."""
-        return self.offset % dtype.itemsize == 0
-
 
 BLOCK = 64 * 2**20  # bytes of pinned memory that are filled at once
 BLOCKS = 3  # one is read into, one is copied from, and one waits between the two
@@ -347,7 +340,7 @@ class DeviceUploader:
         self._used = 0
 
     def add(self, region: FileRegion, dtype: torch.dtype, target: torch.Tensor) -> None:
-        """Fill a tensor, at the latest when ``finish`` returns.
+        """Fill a tensor, at the latest when ``close`` returns after ``send``.
 
         Args:
             region: where its values are in a file, one after the other.
@@ -362,19 +355,11 @@ class DeviceUploader:
             start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
             count = min(flat.numel() - done, max(0, BLOCK - start) // dtype.itemsize)
             if count == 0:
-                self._send()
+                self.send()
                 continue
             offset = region.offset + done * dtype.itemsize
             self._pieces.append(_TensorSlice(region.path, offset, start, dtype, flat[done : done + count]))
             self._used, done = start + count * dtype.itemsize, done + count
-
-    def finish(self) -> None:
-        """Read and copy what is left; return when all values are on the device.
-
-        Raises:
-            CheckpointError: a file cannot be read, or ends too early.
-        """
-        self._send()
 
     def close(self) -> None:
         """Wait until no copy is under way: the memory of targets may be used for something else then."""
@@ -383,8 +368,12 @@ class DeviceUploader:
         while self._blocks:
             self._blocks.popleft()[1].synchronize()
 
-    def _send(self) -> None:
-        """Read the pieces into a block, and have the stream copy them."""
+    def send(self) -> None:
+        """Read what was added into a block, and have the stream copy it.
+
+        Raises:
+            CheckpointError: a file cannot be read, or ends too early.
+        """
         pieces, size = self._pieces, self._used
         self._pieces, self._used = [], 0
         if not pieces:
@@ -428,7 +417,7 @@ class DeviceUploads:
     def __enter__(self) -> DeviceUploads:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
         if kind is None:
             self.finish()
         else:
@@ -442,7 +431,7 @@ class DeviceUploads:
         """
         try:
             for uploader in self._uploaders.values():
-                uploader.finish()
+                uploader.send()
         finally:
             self.close()
 

@@ -218,22 +218,25 @@ def _open_safetensors(path: Path) -> LazyWeights:
                 raise CheckpointError(f"{name} in {path} is of {entry['dtype']}, which is not known here")
             dtype = _DTYPES[entry["dtype"]]
             shape = state_dict_files.shape_in_torch(entry["shape"], dtype)
-            read = partial(_read_tensor, path, begin, shape, dtype)
-            file_ranges = ((path.name, begin, end - begin),)
-            lazy_tensors[name] = LazyTensor(
-                shape, dtype, file_ranges, read, _mappable_region(path, begin, dtype)
-            )
+            lazy_tensors[name] = _tensor_in_file(path, begin, end - begin, shape, dtype)
     aliases = {
         alias: name for alias, name in metadata.items() if name in lazy_tensors and alias not in lazy_tensors
     }
     return LazyWeights(lazy_tensors, aliases)
 
 
-def _mappable_region(
-    path: Path, offset: int, dtype: torch.dtype, stride: tuple[int, ...] | None = None
-) -> FileRegion | None:
-    place = FileRegion(path, offset, stride)
-    return place if place.is_aligned(dtype) else None
+def _tensor_in_file(
+    path: Path,
+    offset: int,
+    size: int,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    stride: tuple[int, ...] | None = None,
+) -> LazyTensor:
+    """Return the tensor whose values take ``size`` bytes of a file from an offset on."""
+    region, read = FileRegion(path, offset, stride), partial(_read_tensor, path, offset, shape, dtype, stride)
+    mappable = region if offset % dtype.itemsize == 0 else None  # a tensor begins at whole elements
+    return LazyTensor(shape, dtype, ((path.name, offset, size),), read, mappable)
 
 
 def _read_tensor(
@@ -347,11 +350,7 @@ def _lazy_tensor(path: Path, value: torch.Tensor) -> LazyTensor:
         return in_memory(value)
     begin = start + int(value.storage_offset()) * value.element_size()
     stride = None if value.is_contiguous() else value.stride()
-    read = partial(_read_tensor, path, begin, value.shape, value.dtype, stride)
-    file_ranges = ((path.name, begin, value.nbytes),)
-    return LazyTensor(
-        value.shape, value.dtype, file_ranges, read, _mappable_region(path, begin, value.dtype, stride)
-    )
+    return _tensor_in_file(path, begin, value.nbytes, value.shape, value.dtype, stride)
 
 
 def in_memory(value: torch.Tensor) -> LazyTensor:
