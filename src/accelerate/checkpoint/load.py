@@ -103,7 +103,7 @@ def load(
     """
     ranks = ranks or CheckpointRankGroup.current()
     action = "load a checkpoint" if directory is None else f"load the checkpoint {directory}"
-    common_ids = _ids_on_all_machines(project, ranks, action) if directory is None else None
+    common_ids = ids_on_all_machines(project, ranks, action) if directory is None else None
     chosen: discovery.CheckpointCandidate | None = None
     with ranks.collective_section(action) as section:
         async_save.wait()
@@ -158,7 +158,7 @@ def load(
     return _report_result(reader, contents, address, name, ignored)
 
 
-def _ids_on_all_machines(
+def ids_on_all_machines(
     project: ProjectConfiguration | None, ranks: CheckpointRankGroup, action: str
 ) -> set[str] | None:
     """Return the ids of the checkpoints that all machines have, where each saves its own.

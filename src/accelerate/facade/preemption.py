@@ -13,6 +13,7 @@ from accelerate.checkpoint import discovery
 from accelerate.checkpoint.discovery import Address, ProjectConfiguration, join_address, open_store
 from accelerate.checkpoint.file_access import CheckpointNotFoundError
 from accelerate.checkpoint.layout import AUTOMATIC_FOLDER
+from accelerate.checkpoint.load import ids_on_all_machines
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.core.errors import SettingError
 from accelerate.core.setting import SettingsWithOrigins
@@ -59,7 +60,6 @@ class Preemption:
         saves = self._handler is not None and self._handler.save_and_exit
         self._creation_pid = runtime.pid
         self._resume_settings = resume
-        self._resume_choice: list[Address | None] = []  # its one item, once it is chosen
         # The loader of the outermost loop, and whether the resume warning is settled.
         self._outermost_loader: ReferenceType[Any] | None = None
         self._resume_checked = self._resume_settings.value.resume is None
@@ -137,24 +137,20 @@ class Preemption:
     def choose_resume_checkpoint(self) -> Address | None:
         """Return the checkpoint that ``--resume`` asks for; see ``Accelerator.resume_from``."""
         self._resume_checked = True
+        return self._resume_choice
+
+    @cached_property
+    def _resume_choice(self) -> Address | None:
         resume_target = self._resume_settings.value.resume
-        if not self._resume_choice:
-            if resume_target is None:
-                self._resume_choice.append(None)
-            else:
-                ranks, project, doing = (
-                    CheckpointRankGroup.current(),
-                    self.checkpoints.project,
-                    f"resume from {resume_target}",
-                )
-                among = _common_checkpoints(resume_target, project, ranks, doing)
-                checkpoint = ranks.run_on_rank0(
-                    doing, lambda: _choose_checkpoint(resume_target, project, among)
-                )
-                self._resume_choice.append(checkpoint)
-                if self.world.rank == 0:
-                    logger.info("resuming from %s", checkpoint or "nothing: this is the first start")
-        return self._resume_choice[0]
+        if resume_target is None:
+            return None
+        ranks, project = CheckpointRankGroup.current(), self.checkpoints.project
+        action = f"resume from {resume_target}"
+        among = ids_on_all_machines(project, ranks, action) if resume_target == AUTO else None
+        checkpoint = ranks.run_on_rank0(action, lambda: _choose_checkpoint(resume_target, project, among))
+        if self.world.rank == 0:
+            logger.info("resuming from %s", checkpoint or "nothing: this is the first start")
+        return checkpoint
 
     def _warn_resume_unread(self) -> None:
         self._resume_checked = True
@@ -181,17 +177,6 @@ def _choose_checkpoint(wanted: str, project: ProjectConfiguration, among: set[st
     for each in ignored:
         logger.warning("not a complete checkpoint, ignored: %s", each)
     return latest.path
-
-
-def _common_checkpoints(
-    wanted: str, project: ProjectConfiguration, ranks: CheckpointRankGroup, doing: str
-) -> set[str] | None:
-    """Return the checkpoints that all machines have, if each keeps its own; else None, for no limit."""
-    if wanted != AUTO or not (project.save_on_each_node and project.automatic_checkpoint_naming):
-        return None
-    with ranks.collective_section(doing) as section:
-        section.value = discovery.committed_ids(project) if ranks.is_writer(each_node=True) else None
-    return set.intersection(*(ids for ids in section.values if ids is not None))
 
 
 def _newest_checkpoint(project: ProjectConfiguration, among: set[str] | None) -> Address | None:
