@@ -127,6 +127,16 @@ def remote_errors(action: str, place: str) -> Generator[None]:
         ) from error
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it that are missing.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    with file_errors("make the folder", path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
 def _remote_fix(error: Exception, place: str) -> str:
     code = error.errno if isinstance(error, OSError) else None
     if code == errno.ENOSPC and "://" not in place:

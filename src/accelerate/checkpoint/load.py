@@ -22,7 +22,7 @@ import torch
 
 from accelerate.checkpoint import async_save, discovery, layout
 from accelerate.checkpoint.discovery import Address, ProjectConfiguration
-from accelerate.checkpoint.file_access import MissingFileError, file_errors, find_damage
+from accelerate.checkpoint.file_access import MissingFileError, file_errors, find_damage, make_folder
 from accelerate.checkpoint.layout import CheckpointContents, Manifest
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state_reader import TrainingStateReader
@@ -346,8 +346,7 @@ def _fetch(
     store: CheckpointStorage, folder: str, files: list[str], target: Path, sizes: Mapping[str, int]
 ) -> None:
     for parent in {PurePosixPath(file).parent for file in files}:
-        with file_errors("make the folder", target / parent):
-            (target / parent).mkdir(parents=True, exist_ok=True)
+        make_folder(target / parent)
     total = sum(sizes[file] for file in files)
     with ProgressBar("fetching the checkpoint", total) as progress, ThreadPoolExecutor(_AT_ONCE) as pool:
         fetched = [pool.submit(store.fetch, f"{folder}/{file}", target / file) for file in files]

@@ -20,7 +20,7 @@ import torch
 
 from accelerate.checkpoint import layout, lazy_weights, state_dict_files, torch_files
 from accelerate.checkpoint.discovery import CheckpointCandidate
-from accelerate.checkpoint.file_access import file_errors, find_damage
+from accelerate.checkpoint.file_access import file_errors, find_damage, make_folder
 from accelerate.checkpoint.lazy_weights import (
     LazyWeights,
     cast_to,
@@ -294,8 +294,7 @@ def _write_shards(
     body = {"metadata": {"total_size": size}, "weight_map": dict(split.tensor_to_filename)}
     index = (json.dumps(body, indent=2, sort_keys=True) + "\n").encode() if split.is_sharded else b""
     index_name = layout.SAFE_WEIGHTS_INDEX_NAME if safe else layout.WEIGHTS_INDEX_NAME
-    with file_errors("make the folder", folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     id, names = new_id(), _name_pattern(pattern, index_name)
     with LocalSaveLock(folder, "weights", id):
         _replace_files(folder, id, names, index_name, fills, index, size, on_file, action)

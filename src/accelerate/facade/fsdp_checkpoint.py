@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import layout, torch_files
-from accelerate.checkpoint.file_access import CheckpointNotFoundError, file_errors
+from accelerate.checkpoint.file_access import CheckpointNotFoundError, file_errors, make_folder
 from accelerate.checkpoint.layout import CheckpointLoadContext
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.weight_files import replace_file
@@ -323,11 +323,8 @@ def _save_program_state(
     from torch.distributed.checkpoint.state_dict_saver import save
 
     ranks, sharded_folder = CheckpointRankGroup.current(), folder / layout.file_name("sharded_models", index)
-    doing = f"save {sharded_folder}"
-    with ranks.collective_section(doing), file_errors("make the folder", sharded_folder):
-        sharded_folder.mkdir(parents=True, exist_ok=True)
-        if ranks.rank == 0:
-            (sharded_folder / layout.SHARDED_INDEX).unlink(missing_ok=True)
+    with ranks.collective_section(f"save {sharded_folder}"):
+        _make_sharded_folder(sharded_folder, ranks)
     save({_KEY: state}, checkpoint_id=sharded_folder)
 
 
@@ -381,8 +378,7 @@ def _names_in_peft_file(module: Any, state: Mapping[str, Any]) -> dict[str, str]
 def _save_local(pieces: Any, folder: Path, index: int) -> None:
     ranks = CheckpointRankGroup.current()
     with ranks.collective_section(f"save {folder}"):
-        with file_errors("make the folder", folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         whole = {"pieces": pieces, "ranks": ranks.size}
         replace_file(
             folder / layout.file_name("rank_models", index, ranks.rank), partial(torch_files.write, whole)
@@ -419,19 +415,13 @@ def _save_sharded(sharded_state: ShardedState, folder: Path, kind: str, index: i
     sharded_folder = folder / layout.file_name(f"sharded_{kind}", index)
     doing = f"save {sharded_folder}"
     with ranks.collective_section(doing, sharded_state.combine_plans) as plan_section:
-        if ranks.rank == 0:
-            with file_errors("make the folder", sharded_folder):
-                sharded_folder.mkdir(parents=True, exist_ok=True)
-                # Without it, what an interrupted save leaves is not taken for a checkpoint.
-                (sharded_folder / layout.SHARDED_INDEX).unlink(missing_ok=True)
+        _make_sharded_folder(sharded_folder, ranks)
         plan_section.value = sharded_state.local_plan(ranks.rank)
     infos = list[Any]()  # of all ranks, on rank 0
     with ranks.collective_section(doing, infos.extend) as write_section:
         writer = sharded_state.shard_writer(plan_section.values, index, ranks.rank)
         tensor_infos: list[Any] = []
         if writer.file:
-            with file_errors("make the folder", sharded_folder):
-                sharded_folder.mkdir(parents=True, exist_ok=True)
             replace_file(folder / writer.file, lambda file: tensor_infos.append(writer.fill(file)))
         write_section.value = tensor_infos[0] if tensor_infos else None
     with ranks.collective_section(doing):
@@ -442,12 +432,19 @@ def _save_sharded(sharded_state: ShardedState, folder: Path, kind: str, index: i
             replace_file(folder / name, lambda file: file.write(content))
 
 
+def _make_sharded_folder(folder: Path, ranks: CheckpointRankGroup) -> None:
+    make_folder(folder)
+    if ranks.rank == 0:
+        # Without the index, what an interrupted save leaves is not taken for a checkpoint.
+        with file_errors("remove", folder / layout.SHARDED_INDEX):
+            (folder / layout.SHARDED_INDEX).unlink(missing_ok=True)
+
+
 def _save_whole(state: Any, path: Path) -> None:
     ranks = CheckpointRankGroup.current()
 
     def write() -> None:
-        with file_errors("make the folder", path.parent):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         replace_file(path, partial(torch_files.write, state))
 
     ranks.run_on_rank0(f"save {path}", write)
