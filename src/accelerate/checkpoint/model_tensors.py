@@ -22,13 +22,13 @@ from torch.nn.parameter import is_lazy
 
 from accelerate.checkpoint.file_reads import FileRegion
 from accelerate.checkpoint.state_dict_files import (
+    SHOWN,
     canonical_name,
     canonical_names,
     comes_from,
     is_distributed,
-    list_names,
 )
-from accelerate.core.errors import CheckpointError
+from accelerate.core.errors import CheckpointError, list_first
 
 
 class WeightsMismatchError(CheckpointError, ValueError):
@@ -380,7 +380,7 @@ def warn_unconverted(model: nn.Module, custom: CustomStateDictModules) -> None:
             "%s: modules with a _load_from_state_dict or hooks of their own, which are not called for a "
             "device map or sharded weights: if they convert values, call load_checkpoint_in_model without a "
             "map, then dispatch_model",
-            list_names(names),
+            list_first(names, SHOWN),
         )
 
 

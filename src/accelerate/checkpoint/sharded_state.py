@@ -36,8 +36,8 @@ from accelerate.checkpoint.dcp_files import (
 )
 from accelerate.checkpoint.file_reads import ReadPlan
 from accelerate.checkpoint.layout import CheckpointLoadContext, ManifestEntry
-from accelerate.checkpoint.state_dict_files import describe_other_class, list_names
-from accelerate.core.errors import CheckpointError
+from accelerate.checkpoint.state_dict_files import SHOWN, describe_other_class
+from accelerate.core.errors import CheckpointError, list_first
 
 _CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing
 
@@ -452,7 +452,7 @@ def entries_by_model_name(shards: ShardFolderReader, state: Mapping[str, Any]) -
 def _describe_differences(missing: Sequence[str], surplus: Sequence[str]) -> Iterable[str]:
     for text, tensor_names in (("it lacks", missing), ("the model does not have", surplus)):
         if tensor_names:
-            yield f"{text} {list_names(tensor_names)}"
+            yield f"{text} {list_first(tensor_names, SHOWN)}"
 
 
 @torch.no_grad()

@@ -23,10 +23,10 @@ from torch.nn.parameter import is_lazy
 
 from accelerate.checkpoint.file_access import NoTensorsError
 from accelerate.core import tree
-from accelerate.core.errors import CheckpointError, SettingError
+from accelerate.core.errors import CheckpointError, SettingError, list_first
 
 State = dict[str, Any]
-_SHOWN = 6
+SHOWN = 6  # names that a message lists
 # Options that schedules add to the groups of an optimizer.
 _OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 _NOT_OPTIONS = {"params", "param_names", *_OF_SCHEDULES}
@@ -371,13 +371,6 @@ def as_dtype(text: str | torch.dtype | None) -> torch.dtype | None:
 # ---------------------------------------------------------------- comparison with objects
 
 
-def list_names(names: Iterable[str], shown: int = _SHOWN) -> str:
-    """Return the first names, and how many more there are."""
-    listed = list(names)
-    more = f" and {len(listed) - shown} more" if len(listed) > shown else ""
-    return ", ".join(listed[:shown]) + more
-
-
 def copy_state(state: Any) -> Any:
     """Return a copy of a state whose tensors are no longer those of the object."""
     return tree.map_tree(
@@ -416,9 +409,9 @@ def model_differences(
 
 def describe_model(missing: list[str], surplus: list[str], shapes: list[str], *, strict: bool) -> str:
     """Return why a state does not fit a model; empty if it does."""
-    texts = [f"Missing key(s): {list_names(missing)}"] if strict and missing else []
-    texts += [f"Unexpected key(s): {list_names(surplus)}"] if strict and surplus else []
-    return "; ".join([*texts, *shapes[:_SHOWN]])
+    texts = [f"Missing key(s): {list_first(missing, SHOWN)}"] if strict and missing else []
+    texts += [f"Unexpected key(s): {list_first(surplus, SHOWN)}"] if strict and surplus else []
+    return "; ".join([*texts, *shapes[:SHOWN]])
 
 
 def describe_shapes(
@@ -477,8 +470,8 @@ def describe_optimizer(
     saved = [len(group["params"]) for group in state["param_groups"]]
     if saved != list(sizes):
         return (
-            f"it holds groups of {list_names(map(str, saved))} parameters, and the optimizer has groups of "
-            f"{list_names(map(str, sizes))}"
+            f"it holds groups of {list_first(map(str, saved), SHOWN)} parameters, and the optimizer has "
+            f"groups of {list_first(map(str, sizes), SHOWN)}"
         )
     other_class = describe_other_class(optimizer, state["param_groups"], saved_class)
     kind = type(optimizer)
@@ -516,7 +509,7 @@ def describe_other_class(
         if unrelated or (lacking and surplus):
             return (
                 f"it is the state of {saved_class or 'another optimizer'} "
-                f"({list_names(surplus) or 'the same options'}), and the optimizer is {own_class.__name__} "
-                f"({list_names(lacking) or 'the same options'})"
+                f"({list_first(surplus, SHOWN) or 'the same options'}), and the optimizer is "
+                f"{own_class.__name__} ({list_first(lacking, SHOWN) or 'the same options'})"
             )
     return ""

@@ -33,13 +33,13 @@ from accelerate.checkpoint.model_tensors import (
     settle_assigned,
     warn_unconverted,
 )
-from accelerate.checkpoint.state_dict_files import as_dtype, is_distributed, list_names, match_names
+from accelerate.checkpoint.state_dict_files import as_dtype, is_distributed, match_names
+from accelerate.core.errors import list_first
 from accelerate.core.units import ProgressBar
 
 logger = logging.getLogger(__name__)
 
 _SHOWN = 12
-_HOST = torch.device("cpu")
 _SIGNED, _UNSIGNED = ("int8", "int16", "int32", "int64"), ("uint8", "uint16", "uint32", "uint64")
 _INTEGERS: list[torch.dtype] = [getattr(torch, name) for name in (*_SIGNED, *_UNSIGNED)]
 # dtype -> the least and the greatest number that it holds
@@ -417,7 +417,7 @@ def _holds_exactly(dtype: torch.dtype, saved: LazyTensor) -> bool:
 
 
 def _format_names(what: str, names: Iterable[str]) -> str:
-    listed = list_names(names, _SHOWN)
+    listed = list_first(names, _SHOWN)
     return f"{what}: {listed}" if listed else ""
 
 

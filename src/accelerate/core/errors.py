@@ -254,9 +254,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return table[near[0]] if near else None
 
 
-def list_first(names: Sequence[str], shown: int = 3) -> str:
+def list_first(names: Iterable[str], shown: int = 3) -> str:
     """Return the first names, and how many more there are."""
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+    listed = list(names)
+    return ", ".join(listed[:shown]) + (f" and {len(listed) - shown} more" if len(listed) > shown else "")
 
 
 # ---------------------------------------------------------------- warnings
