@@ -226,7 +226,10 @@ class FileReadTorchFunctionMode(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._pool.shutdown()
-        self._uploads.__exit__(*error)
+        if error[0] is None:
+            self._uploads.finish()
+        else:
+            self._uploads.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_ and len(args) == 2 and not kwargs and self._read_directly(*args):
@@ -417,7 +420,7 @@ class DeviceUploads:
     def __enter__(self) -> DeviceUploads:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.finish()
         else:
