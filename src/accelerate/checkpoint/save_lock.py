@@ -34,7 +34,6 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from accelerate.checkpoint.file_access import file_errors
@@ -123,9 +122,7 @@ class SaveLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def acquire(self) -> None:
@@ -349,17 +346,13 @@ class RemoteSaveLock(SaveLock):
         names = (name for name in self.store.entries() if name.startswith(self._prefix))
         return [name for name in names if name != self.name]
 
-    def _owner(self, name: str) -> LockOwner | None:
-        content = self.store.read(name)
-        return None if content is None else LockOwner.parse(content)
-
     def _put(self) -> None:
         self.store.put(self.name, json.dumps({**asdict(self.owner), "beat": self._beats}).encode())
         self._beats += 1
 
     def _refresh(self) -> bool:
         try:
-            if self._owner(self.name) != self.owner:
+            if LockOwner.parse(self.store.read(self.name) or b"") != self.owner:
                 return False
             self._put()
         except CheckpointError as error:

@@ -20,6 +20,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         optimizer: that optimizer.
     """
 
+    _strategy: Any
+
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self.__has_overflow__: bool = hasattr(optimizer, "overflow")
@@ -28,35 +30,31 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     def bind(self, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
         """Bind it to one ``Accelerator``, and take the steps that the program leaves out."""
         super().bind(*args, **kwargs)
-        strategy: Any = self._strategy
-        strategy.set_step_owner(self.optimizer, WeakMethod(self._take_step_before_use))
+        self._strategy.set_step_owner(self.optimizer, WeakMethod(self._take_step_before_use))
         return self
 
     def step(self) -> None:  # type: ignore[override]
         """Take DeepSpeed's step, unless gradients are being accumulated."""
-        strategy: Any = self._strategy
-        if strategy is not None:
-            strategy.note_own_step(self.optimizer)
+        if self._strategy is not None:
+            self._strategy.note_own_step(self.optimizer)
         super().step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients, unless they are being accumulated, or wait for a step that the program omits."""
         self.take_omitted_step("optimizer.zero_grad()")
-        strategy: Any = self._strategy
         # The backwards of other engines say nothing of this one's gradients.
         is_closing = self.gradient_state.last_micro_batch_began_at >= 0
-        if strategy is not None and (
-            (is_closing and strategy.has_partial_gradients(self.optimizer)) or self._waiting_backwards()
+        if self._strategy is not None and (
+            (is_closing and self._strategy.has_partial_gradients(self.optimizer)) or self._waiting_backwards()
         ):
             return
         super().zero_grad(set_to_none)
 
     def _waiting_backwards(self, models: Sequence[Any] | None = None) -> float:
         """Return how many backwards of ``models`` wait for a step, if no ``step`` was ever called."""
-        strategy: Any = self._strategy
-        if strategy is None or not self.gradient_state.sync_gradients:
+        if self._strategy is None or not self.gradient_state.sync_gradients:
             return 0
-        return strategy.waiting_backwards(self.optimizer, models)
+        return self._strategy.waiting_backwards(self.optimizer, models)
 
     def _omits_step(self, models: Sequence[Any] | None) -> bool:
         """Return whether a step is due, and the program has never called ``step``."""
@@ -72,8 +70,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             self.warn_of_omitted_step(f"it is taken now, at {signal}")
             super().step()
             # Nothing of the program comes between a backward and its step, which need not wait from now on.
-            strategy: Any = self._strategy
-            self.steps_in_backward = not strategy.has_read_norm(self.optimizer)
+            self.steps_in_backward = not self._strategy.has_read_norm(self.optimizer)
 
     def _take_step_before_use(self, use: str) -> None:
         # A micro-batch of accumulate() may have several forwards.
@@ -95,9 +92,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Return whether the last step was not taken because a gradient was not finite."""
-        strategy: Any = self._strategy
-        if strategy is not None:
-            return strategy.skipped_step(self.optimizer)
+        if self._strategy is not None:
+            return self._strategy.skipped_step(self.optimizer)
         return bool(self.__has_overflow__ and self.optimizer.overflow)  # type: ignore[attr-defined]
 
 

@@ -130,10 +130,8 @@ class LossWeighting:
 
     def reset_used(self, optimizer: torch.optim.Optimizer) -> None:
         """Reset the groups of an optimizer, whose gradients were used or cleared."""
-        optimizer_params = set(_optimizer_params(self.strategy, optimizer))
-        for group in self.groups:
-            if group.is_weighted and not optimizer_params.isdisjoint(group.parameters):
-                group.reset()
+        for group in self._weighted_groups(optimizer):
+            group.reset()
 
     def check_complete(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step with gradients that are weighted and not complete.
@@ -141,20 +139,21 @@ class LossWeighting:
         Raises:
             PrepareError: they are.
         """
-        optimizer_params = set(_optimizer_params(self.strategy, optimizer))
-        for group in self.groups:
-            if (
-                group.is_weighted
-                and group.factor is None
-                and not optimizer_params.isdisjoint(group.parameters)
-            ):
-                raise PrepareError(
-                    "optimizer.step() with gradients that are weighted by items and not complete",
-                    why="the last micro-batch of the window ran no backward through these parameters, so "
-                    "they were neither reduced over the ranks nor divided by the items",
-                    fix="call accelerator.backward(loss, num_items=...) for them in every micro-batch, with "
-                    "0 items if there is nothing to learn from",
-                )
+        if any(group.factor is None for group in self._weighted_groups(optimizer)):
+            raise PrepareError(
+                "optimizer.step() with gradients that are weighted by items and not complete",
+                why="the last micro-batch of the window ran no backward through these parameters, so "
+                "they were neither reduced over the ranks nor divided by the items",
+                fix="call accelerator.backward(loss, num_items=...) for them in every micro-batch, with "
+                "0 items if there is nothing to learn from",
+            )
+
+    def _weighted_groups(self, optimizer: torch.optim.Optimizer) -> list[LossWeightedParameterGroup]:
+        """Return the groups with weighted gradients of parameters that an optimizer changes."""
+        params = set(_optimizer_params(self.strategy, optimizer))
+        return [
+            group for group in self.groups if group.is_weighted and not params.isdisjoint(group.parameters)
+        ]
 
     def refuse_plain(self) -> None:
         """Refuse a backward without items while counted gradients wait for their step.
