@@ -319,7 +319,8 @@ def test_the_script_is_told_what_was_given_and_nothing_else(asks: Any, tmp_path:
 def test_a_group_on_the_cpu_is_told_so_however_it_was_asked_for(asks: Any, tmp_path: Path) -> None:
     """F1."""
     machine = cards(tmp_path, 4)
-    for request in (asks(use_cpu=True), asks("use_cpu: true"), asks("distributed_type: MULTI_CPU")):
+    types = [asks(f"distributed_type: {kind}") for kind in ("MULTI_CPU", "multi_cpu")]
+    for request in (asks(use_cpu=True), asks("use_cpu: true"), *types):
         assert (
             shared_variables(request, allocate_devices(request, machine), machine)["ACCELERATE_USE_CPU"]
             == "true"

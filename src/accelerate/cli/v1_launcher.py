@@ -355,7 +355,7 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
         if origin.value is not None and (name in defaults or origin.source != "default")
     }
     values |= dict.fromkeys(request.strategy_switches, True)
-    values["multi_gpu"] = "MULTI_GPU" in str(request.get("distributed_type")).upper() or args.multi_gpu
+    values["multi_gpu"] = "MULTI_GPU" in request.distributed_type or args.multi_gpu
     for param in PLUGIN.params:
         if isinstance(param, click.Option) and param.name in values and param.name not in typed:
             for dest in (_namespace_key(param), param.name):

@@ -19,8 +19,8 @@ from accelerate.core.setting import declared_settings
 from accelerate.core.value_types import convert_to, frozen_dataclass
 
 DEFAULT_NAME = "default_config.yaml"
-# Types of the group that name neither accelerators nor a strategy.
-_NO_ACCELERATORS = ("NO", "MULTI_CPU")
+# Types of the group that name neither accelerators nor a strategy: one process; several on the CPU.
+NOT_DISTRIBUTED, CPU_GROUP = "NO", "MULTI_CPU"
 # Tables of DeepSpeed's JSON that files in use have in this section, for the options <table>_device and so on.
 _OFFLOAD_SECTION, _OFFLOAD_TABLES = "deepspeed_config", ("offload_optimizer", "offload_param")
 
@@ -333,8 +333,8 @@ def without_overruled_keys(
     if any(is_typed(flags, switch) and kind != strategies[switch] for switch in strategies):
         overruled |= {"distributed_type"} if kind in ("NO", *strategies.values()) else set()
     if is_typed(flags, "multi_gpu"):
-        overruled |= {"distributed_type"} if kind in (*_NO_ACCELERATORS, *strategies.values()) else set()
-        overruled |= {"use_cpu"}
+        others = (NOT_DISTRIBUTED, CPU_GROUP, *strategies.values())
+        overruled |= {"use_cpu"} | ({"distributed_type"} if kind in others else set())
     if str(flags.get("num_machines")) == "1":
         overruled |= {"machine_rank"}
     for row in (row for cls in classes for row in declared_settings(cls)):

@@ -10,9 +10,9 @@ import accelerate.device as devices
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.value_types import frozen_dataclass
 from accelerate.device import Device, DeviceProbeHost, count_cores
-from accelerate.launch.launch_request import NOT_DISTRIBUTED, LaunchRequest
+from accelerate.launch.config_files import CPU_GROUP, NOT_DISTRIBUTED
+from accelerate.launch.launch_request import LaunchRequest
 
-CPU_GROUP = "MULTI_CPU"
 # A device, or a MIG instance, by the name that the driver gives it; a beginning that is unique will do.
 # Source: CUDA C++ Programming Guide, "CUDA Environment Variables"; MIG User Guide, "CUDA Device Enumeration".
 _UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z][0-9A-Za-z/-]*")
@@ -44,7 +44,7 @@ def allocate_devices(request: LaunchRequest, machine: DeviceProbeHost) -> Launch
     device, count, ids = select_devices(request, machine)
     processes = request.local_processes.value
     if processes is None and not request.settings.multi_gpu:
-        alone = str(request.get("distributed_type")).upper() == NOT_DISTRIBUTED
+        alone = request.distributed_type == NOT_DISTRIBUTED
         # On Windows one process is what can be started.
         processes = 1 if alone or sys.platform == "win32" else max(1, count)
     elif not isinstance(processes, int):
@@ -70,8 +70,8 @@ def select_devices(
     Raises:
         SettingError: it is not there, or a number names none.
     """
-    kind = request.get("distributed_type")
-    if request.get("use_cpu") or (str(kind).upper() == CPU_GROUP and not request.settings.multi_gpu):
+    kind = request.distributed_type
+    if request.get("use_cpu") or (kind == CPU_GROUP and not request.settings.multi_gpu):
         return devices.get("cpu"), 0, None
     selected = _device_of_type(request, machine) if kind else None
     device, count = selected or devices.probe_devices(machine)
@@ -100,8 +100,7 @@ def _device_of_type(request: LaunchRequest, machine: DeviceProbeHost) -> tuple[D
     Files of 1.x travel between machines: there every such type starts several processes, and each finds its
     device. So another accelerator serves too (``unused_type`` says it).
     """
-    origin = request.origin("distributed_type")
-    kind = str(origin.value).upper()
+    origin, kind = request.origin("distributed_type"), request.distributed_type
     devices_by_type: dict[str, list[Device]] = {}
     for device in devices.accelerators():
         devices_by_type.setdefault(device.distributed_type, []).append(device)
@@ -124,9 +123,8 @@ def _device_of_type(request: LaunchRequest, machine: DeviceProbeHost) -> tuple[D
 
 def unused_type(request: LaunchRequest, device: Device) -> Iterator[tuple[str, str]]:
     """Yield ``distributed_type`` where it names other devices; see ``LaunchPlan.unused_settings``."""
-    kind = str(request.get("distributed_type")).upper()
-    is_accelerator = kind.startswith("MULTI_") and kind != CPU_GROUP
-    if is_accelerator and device.type != "cpu" and device.distributed_type != kind:
+    kind = request.distributed_type
+    if request.names_accelerators and device.type != "cpu" and device.distributed_type != kind:
         yield "distributed_type", f"it is {kind}, but the devices of this machine are of type {device.type}"
 
 

@@ -36,14 +36,13 @@ from accelerate.core.value_types import (
     frozen_dataclass,
 )
 from accelerate.launch import config_files
-from accelerate.launch.config_files import ConfigFile
+from accelerate.launch.config_files import CPU_GROUP, NOT_DISTRIBUTED, ConfigFile
 from accelerate.launch.job_scheduler import JobSchedulerContext, detect_surrounding_job
 from accelerate.launch.kinds import KINDS
 
 S = TypeVar("S")
 typed_setting = partial(setting, variable=None, in_file=False)  # a flag alone
 file_setting = partial(setting, flag=None, variable=None)  # a key of a configuration file alone
-NOT_DISTRIBUTED = "NO"  # the ``distributed_type`` of one process
 
 
 def _is_machine_range(text: str) -> bool:
@@ -293,6 +292,16 @@ class LaunchRequest:
         )
 
     @property
+    def distributed_type(self) -> str:
+        """The type of the group in capitals, whatever a file writes; "" where nothing says one."""
+        return str(self.get("distributed_type") or "").upper()
+
+    @property
+    def names_accelerators(self) -> bool:
+        """Return whether the type of the group names accelerators, and so several processes."""
+        return self.distributed_type.startswith("MULTI_") and self.distributed_type != CPU_GROUP
+
+    @property
     def distributed_types(self) -> tuple[str, ...]:
         """The types of the group that ask for a strategy."""
         return tuple(name for cls in self.loaded if (name := getattr(cls, "__distributed_type__", "")))
@@ -308,7 +317,7 @@ class LaunchRequest:
                 ((switch, (origin, *_)),) = loaded.origins.items()
                 if origin.value:
                     switches[switch] = origin
-                elif str(by_type.value).upper() == kind:
+                elif self.distributed_type == kind:
                     switches[switch] = by_type
         return switches
 
@@ -319,12 +328,12 @@ class LaunchRequest:
             SettingError: there are some.
         """
         for cls, loaded in self.loaded.items():
-            for name in () if self.is_asked_for(cls) else loaded.origins:
-                if loaded.origin(name).source == "flag":
+            for origin, *_ in () if self.is_asked_for(cls) else loaded.origins.values():
+                if origin.source == "flag":
                     switch, kind = cls.__switch__, self.origin("distributed_type")
                     instead = f"{kind.where} is {kind.value}" if kind.value else f"--{switch} is not"
                     raise SettingError(
-                        f"{loaded.origin(name).where} is given, but {instead}",
+                        f"{origin.where} is given, but {instead}",
                         why="nothing asks for the way of training that this is an option of",
                         fix=self._how_to_enable(switch),
                     )
@@ -338,7 +347,7 @@ class LaunchRequest:
         leftovers = dict[tuple[str, ...], str]()
         kind, processes = self.origin("distributed_type"), self.origin("num_processes")
         several = processes.source == "file" and processes.value not in (None, 1)
-        if str(kind.value).upper() == NOT_DISTRIBUTED and several:
+        if self.distributed_type == NOT_DISTRIBUTED and several:
             leftovers[("num_processes",)] = (
                 f"{processes.where} is {processes.value}, which has no effect: {kind.where} is "
                 f"{NOT_DISTRIBUTED}, which means one process"

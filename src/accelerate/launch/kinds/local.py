@@ -22,6 +22,7 @@ from accelerate.launch.base import (
     explain_start_error,
     print_line,
 )
+from accelerate.launch.config_files import CPU_GROUP
 from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices, unused_type
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
@@ -160,7 +161,7 @@ def shared_variables(
         **environ.filter_unset(where.device.environment),
         **request.script_variables(),
     }
-    if where.device.type == "cpu" and request.get("distributed_type") == "MULTI_CPU":
+    if where.device.type == "cpu" and request.distributed_type == CPU_GROUP:
         variables["ACCELERATE_USE_CPU"] = "true"
     if where.visible is not None and where.device.visible_variable is not None:
         variables[where.device.visible_variable] = where.visible
@@ -186,9 +187,7 @@ def ranks_variables(
 
 def asks_for_group(request: LaunchRequest) -> bool:
     """Return whether a lone process opens a group too: code of such a training uses torch.distributed."""
-    kind = str(request.get("distributed_type")).upper()
-    has_accelerators = kind.startswith("MULTI_") and kind != "MULTI_CPU"
-    return bool(request.strategy_switches) or request.get("multi_gpu") or has_accelerators
+    return bool(request.strategy_switches) or request.get("multi_gpu") or request.names_accelerators
 
 
 def torchrun_variables(

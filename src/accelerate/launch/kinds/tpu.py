@@ -102,7 +102,7 @@ class TpuLaunch(LaunchKind[LaunchPlan]):
         """Accept requests for a TPU, and requests without a device type on a machine that has one."""
         if request.get("use_cpu") or request.settings.multi_gpu:
             return False
-        device, kind = _tpu_device(), str(request.get("distributed_type") or "").upper()
+        device, kind = _tpu_device(), request.distributed_type
         options = request.values_of(TpuSettings)
         if options.tpu or _uses_pod(request) or kind in (device.distributed_type, "TPU"):
             return True
