@@ -242,7 +242,7 @@ def read_failure(end: ProcessExit, folder: Path) -> RankFailure:
     at = end.seen_at if end.code == -signal.SIGABRT else end.seen_at - DETECTION_DELAY
     crash = fault.read_text(encoding="utf-8", errors="replace") if fault.is_file() else ""
     stack = "\n".join(line for line in crash.splitlines() if RANK_SCRIPT not in line and RUNNER not in line)
-    return RankFailure(end.rank, end.code, at, _code_text(end.code), stack, has_report=bool(stack))
+    return RankFailure(end.rank, end.code, at, code_text(end.code), stack, has_report=bool(stack))
 
 
 def build_job_error(outcome: JobOutcome, folder: Path, size: int | None = None) -> RankError | None:
@@ -259,7 +259,7 @@ def build_job_error(outcome: JobOutcome, folder: Path, size: int | None = None) 
         return _resumable_error(outcome)
     failures = {end: read_failure(end, folder) for end in outcome.exits if end.code}
     if outcome.stopped_by is not None and not outcome.stopped_gracefully:
-        return _stopped_error(outcome.stopped_by, failures.values())
+        return stopped_error(outcome.stopped_by, failures.values())
     # Whoever ended after it was asked to is a cause only if it had raised before, and left a word.
     causes = [each for end, each in failures.items() if each.has_report or not end.was_asked_to_stop]
     causes = causes or list(failures.values())
@@ -277,7 +277,7 @@ def build_job_error(outcome: JobOutcome, folder: Path, size: int | None = None) 
         _describe_failures(first, same, size or len(outcome.exits), stopped),
         why=_failure_hint(first) or _early_end_hint(left),
     )
-    error.code = _shell_code(first.code)
+    error.code = shell_code(first.code)
     error.others = _later_failure_lines(each for each in causes if each not in same)
     error.traceback = first.text
     return error
@@ -293,21 +293,23 @@ def _resumable_error(outcome: JobOutcome) -> RankError:
     return error
 
 
-def _stopped_error(number: int, failures: Iterable[RankFailure]) -> RankError:
+def stopped_error(number: int, failures: Iterable[RankFailure] = ()) -> RankError:
+    """Return the error of a job that a signal has stopped; ``failures`` say where its ranks were."""
     name = "Ctrl-C" if number == signal.SIGINT else _signal_name(number)
     left = min((each for each in failures if each.text), key=lambda each: each.rank, default=None)
     error = RankError(f"stopped by {name}" + (f"; rank {left.rank} was here:" if left else ""))
-    error.code = _shell_code(-number)
+    error.code = shell_code(-number)
     error.traceback = left.text if left else ""
     return error
 
 
-def _shell_code(code: int) -> int:
+def shell_code(code: int) -> int:
     """The exit code as a shell gives it: 128 + n for signal n."""
     return code if code > 0 else 128 - code
 
 
-def _code_text(code: int) -> str:
+def code_text(code: int) -> str:
+    """The exit code in words; the name of the signal where one has ended the process."""
     return f"exit code {code}" if code > 0 else _signal_name(-code)
 
 
@@ -318,7 +320,7 @@ def _signal_name(number: int) -> str:
 
 def _describe_failures(first: RankFailure, same: Sequence[RankFailure], count: int, stopped: bool) -> str:
     were = "was" if len(same) == 1 else "were"
-    code = _code_text(first.code)
+    code = code_text(first.code)
     ending = f"failed ({code})" if first.code > 0 else f"{were} killed by {code}"
     ranks = sorted(each.rank for each in same)
     if count == 1:

@@ -256,7 +256,9 @@ class RayJob:
                     )
                 for number in signals.wait(0):
                     if number in STOP_SIGNALS:
-                        raise _stop_error(number, "while it waited for Ray")
+                        error = rank_reports.stopped_error(number)
+                        error.what += " while it waited for Ray"
+                        raise error
         except BaseException:
             remove_placement_group(group)
             raise
@@ -384,10 +386,11 @@ class RayAttempt:
                 )
         ends = [machine.end for machine in self.machines if machine.end and machine.end["code"]]
         if not ends:
-            return None if self.outcome.stopped_by is None else _stop_error(self.outcome.stopped_by, "")
+            number = self.outcome.stopped_by
+            return None if number is None else rank_reports.stopped_error(number)
         end = max(ends, key=lambda each: bool(each["error"].get("traceback")))
         said = end["error"]
-        code = said.get("code", end["code"] if end["code"] > 0 else 128 - end["code"])
+        code = said.get("code", rank_reports.shell_code(end["code"]))
         error = RankError(
             said.get("what") or f"the launcher of a machine ended with exit code {code}",
             why=said.get("why", "what it printed stands above"),
@@ -462,10 +465,3 @@ def _blame_function(error: RankError | None, folder: Path, size: int) -> RankErr
 def _describe(bundles: list[dict[str, float]]) -> str:
     each = ", ".join(f"{count:g} {name}" for name, count in bundles[0].items())
     return f"{len(bundles)} {'process' if len(bundles) == 1 else 'processes'} of {each}"
-
-
-def _stop_error(number: int, when: str) -> RankError:
-    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    error = RankError(f"stopped by {name} {when}".rstrip())
-    error.code = 128 + number
-    return error

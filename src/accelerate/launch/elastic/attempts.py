@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -259,13 +258,11 @@ class MultiMachineAttemptRunner:
 
     def _stop_while_waiting(self, number: int) -> None:
         """A signal while no process runs here. The others are told, if the agent can."""
-        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        error = rank_reports.stopped_error(number)
         if self.world:
-            reason = f"stopped by {name}"
-            self.agent.send({"event": "ended", "result": "stopped", "what": reason, "code": 128 + number})
+            self.agent.send({"event": "ended", "result": "stopped", "what": error.what, "code": error.code})
             self.agent.finish(1.0)
-        error = RankError(f"stopped by {name}, while it waited for the other machines at {self.endpoint}")
-        error.code = 128 + number
+        error.what += f", while it waited for the other machines at {self.endpoint}"
         raise error
 
     # --- an attempt

@@ -201,11 +201,10 @@ class MpiLaunch(LaunchKind[MPILaunchPlan]):
                 os.execve(command[0], command, env)
             code = subprocess.run(command, env=env, check=False).returncode
         if code:
-            import signal
+            from accelerate.launch.rank_reports import code_text, shell_code
 
-            ending = f"code {code}" if code > 0 else signal.Signals(-code).name
-            error = RankError(f"mpirun failed with {ending}")
-            error.code = code if code > 0 else 128 - code
+            error = RankError(f"mpirun failed ({code_text(code)})")
+            error.code = shell_code(code)
             raise error
 
 
