@@ -139,20 +139,22 @@ def get_nested(values: Mapping[Any, Any], keys: KeyPath) -> Any:
     return value
 
 
-def save_config(path: Path, old: Mapping[Any, Any], new: Mapping[str, Any]) -> Path | None:
+def save_config(
+    path: Path, old: Mapping[Any, Any], new: Mapping[str, Any], *, keeps_copy: bool = False
+) -> Path | None:
     """Writes ``new`` over a file that holds ``old``.
 
     Returns:
-        A copy of the file as it was, where comments or its layout could not be kept.
+        A copy of the file as it was: with ``keeps_copy``, and where its comments could not be kept.
     """
     text = path.read_text(encoding="utf-8") if path.exists() else ""
+    edited_text = None
     if path.suffix != ".json" and not (path.exists() and config_files.read_raw(path)[2]):
         edited_text = config_writer.edit_yaml(text, config_writer.find_changes(old, new))
-        if edited_text is not None:
-            config_writer.write_file(path, edited_text)
-            return None
-    copy = config_writer.copy_to_backup(path) if "#" in text else None
-    config_writer.write_file(path, config_writer.format_config(new, path))
+    loses_comments = edited_text is None and "#" in text
+    copy = config_writer.copy_to_backup(path) if keeps_copy or loses_comments else None
+    new_text = config_writer.format_config(new, path) if edited_text is None else edited_text
+    config_writer.write_file(path, new_text)
     return copy
 
 
@@ -259,14 +261,7 @@ def update_file(path: Path) -> tuple[list[ConfigValueChange | str], Path | None]
     if problem is None:
         new = upgrade_values(_without_leftovers(new, path), path)
     changes = [*duplicates, *_list_changes(old, new)]
-    if not changes:
-        return [], None
-    copy = config_writer.copy_to_backup(path)
-    text = None
-    if path.suffix != ".json" and not duplicates:
-        text = config_writer.edit_yaml(path.read_text(encoding="utf-8"), config_writer.find_changes(old, new))
-    config_writer.write_file(path, config_writer.format_config(new, path) if text is None else text)
-    return changes, copy
+    return changes, save_config(path, old, new, keeps_copy=True) if changes else None
 
 
 def _list_changes(old: Mapping[Any, Any], new: Mapping[str, Any]) -> Iterator[ConfigValueChange]:
