@@ -200,7 +200,7 @@ def _flag_arguments(param: click.Option) -> dict[str, Any]:
 def _convert_value(kind: type, text: str) -> Any:
     """Convert a typed value; one that cannot be stays text, for the setting to refuse by its name."""
     if kind is bool:
-        return text.lower() in ("1", "true", "yes", "on", "y", "t")
+        return text.lower() in environ.TRUE
     try:
         return kind(text) if kind in (int, float) else text
     except ValueError:
@@ -515,7 +515,8 @@ def prepare_tpu(
         pod: for all machines of a pod.
     """
     plan = _plan_with(args, tpu=True, **({"tpu_use_cluster": True} if pod else {}))
-    return args, _add_variables(current_env, plan.variables)
+    environ.set_variables(plan.variables, current_env)
+    return args, current_env
 
 
 def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
@@ -536,17 +537,7 @@ def _add_script_variables(
     args: argparse.Namespace, current_env: dict[str, str], *heads: str
 ) -> dict[str, str]:
     variables = _describe(args).script_variables()
-    return _add_variables(
-        current_env, {name: value for name, value in variables.items() if name.startswith(heads)}
-    )
-
-
-def _add_variables(current_env: dict[str, str], variables: Mapping[str, object | None]) -> dict[str, str]:
-    for name, value in variables.items():
-        if value is None:
-            current_env.pop(name, None)
-        else:
-            current_env[name] = str(value)
+    environ.set_variables({name: v for name, v in variables.items() if name.startswith(heads)}, current_env)
     return current_env
 
 
