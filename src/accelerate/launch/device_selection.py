@@ -10,7 +10,7 @@ import accelerate.device as devices
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.value_types import frozen_dataclass
 from accelerate.device import Device, DeviceProbeHost, count_cores
-from accelerate.launch.config_files import CPU_GROUP, NOT_DISTRIBUTED
+from accelerate.launch.config_files import CPU_GROUP, NOT_DISTRIBUTED, strategy_switches
 from accelerate.launch.launch_request import LaunchRequest
 
 # A device, or a MIG instance, by the name that the driver gives it; a beginning that is unique will do.
@@ -104,10 +104,11 @@ def _device_of_type(request: LaunchRequest, machine: DeviceProbeHost) -> tuple[D
     devices_by_type: dict[str, list[Device]] = {}
     for device in devices.accelerators():
         devices_by_type.setdefault(device.distributed_type, []).append(device)
-    if kind == NOT_DISTRIBUTED or kind in request.distributed_types:
+    strategies = strategy_switches(request.loaded).values()
+    if kind == NOT_DISTRIBUTED or kind in strategies:
         return None
     if kind not in devices_by_type:
-        values = (NOT_DISTRIBUTED, CPU_GROUP, *devices_by_type, *request.distributed_types)
+        values = (NOT_DISTRIBUTED, CPU_GROUP, *devices_by_type, *strategies)
         raise UnknownNameError("distributed_type", str(origin.value), values, where=f"in {origin.where}")
     for device in devices_by_type[kind]:
         if count := device.probe_count(machine):

@@ -48,20 +48,16 @@ def run_model_dry_run(request: LaunchRequest, plan: LaunchPlan) -> None:
     Raises:
         LaunchError: the model cannot be spread so.
     """
-    settings = request.settings
-    variables = {**plan.variables, **(plan.commands[0].variables if plan.commands else {})}
-    of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-    environment = {
-        **environ.snapshot(),
-        **{name: str(value) for name, value in variables.items() if value is not None},
-    }
-    command = [sys.executable, "-m", "accelerate.facade.dry_run", str(settings.dry_run_model)]
+    model, own = str(request.settings.dry_run_model), plan.commands[0].variables if plan.commands else {}
+    # It is no rank.
+    of_ranks = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"))
+    environment = environ.make_child_environment({**plan.variables, **own, **of_ranks})
+    command = [sys.executable, "-m", "accelerate.facade.dry_run", model]
     command += [str(_world_size(request, plan)), str(request.machines[1])]
     print(flush=True)
-    child_environment = {name: value for name, value in environment.items() if name not in of_ranks}
-    code = subprocess.run(command, env=child_environment, check=False).returncode
+    code = subprocess.run(command, env=environment, check=False).returncode
     if code:
-        raise LaunchError(f"{settings.dry_run_model} cannot be spread as asked: the lines above say why")
+        raise LaunchError(f"{model} cannot be spread as asked: the lines above say why")
 
 
 def _world_size(request: LaunchRequest, plan: LaunchPlan) -> int:

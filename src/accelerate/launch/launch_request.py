@@ -196,10 +196,6 @@ class JobSettings:
     quiet: bool = typed_setting(False, flags=("-q",), topic="Output", help="say nothing but errors")
 
 
-def _setting_names(cls: type[Any]) -> set[str]:
-    return {row.name for row in declared_settings(cls)}
-
-
 def launcher_settings() -> tuple[type[Any], ...]:
     """The classes of settings that stay with the launcher."""
     return (JobSettings, *(cls for kind in KINDS for cls in kind.settings))
@@ -302,23 +298,14 @@ class LaunchRequest:
         return self.distributed_type.startswith("MULTI_") and self.distributed_type != CPU_GROUP
 
     @property
-    def distributed_types(self) -> tuple[str, ...]:
-        """The types of the group that ask for a strategy."""
-        return tuple(name for cls in self.loaded if (name := getattr(cls, "__distributed_type__", "")))
-
-    @property
     def strategy_switches(self) -> dict[str, SettingOrigin]:
         """The switches of strategies that are on, each with the place that turns it on."""
         switches: dict[str, SettingOrigin] = {}
-        by_type = self.origins["distributed_type"][0]
-        for cls, loaded in self.loaded.items():
-            kind = getattr(cls, "__distributed_type__", "")
-            if kind:
-                ((switch, (origin, *_)),) = loaded.origins.items()
-                if origin.value:
-                    switches[switch] = origin
-                elif self.distributed_type == kind:
-                    switches[switch] = by_type
+        for switch, kind in config_files.strategy_switches(self.loaded).items():
+            if self.get(switch):
+                switches[switch] = self.origin(switch)
+            elif self.distributed_type == kind:
+                switches[switch] = self.origin("distributed_type")
         return switches
 
     def check_switches(self) -> None:
@@ -377,10 +364,7 @@ class LaunchRequest:
         return any(origin.source != "default" for origin, *_ in self.loaded[cls].origins.values())
 
     def _how_to_enable(self, switch: str) -> str:
-        types = (
-            getattr(cls, "__distributed_type__", "") for cls in self.loaded if switch in _setting_names(cls)
-        )
-        kind = next(types, "")
+        kind = config_files.strategy_switches(self.loaded).get(switch)
         in_file = f"distributed_type: {kind}" if kind else f"{switch}: true"
         return f"add --{switch}, or {in_file} in the configuration file"
 
@@ -512,7 +496,7 @@ def _check_keys(file: ConfigFile, script_settings: Sequence[type[Any]]) -> None:
         # Some keys exist only in files that are for such a job: {"compute_environment": "AMAZON_..."}.
         needs: Mapping[str, str] = getattr(cls, "__only_with__", {})
         if any(str(file.values.get(key)).upper() != value for key, value in needs.items()):
-            valid_keys -= _setting_names(cls)
+            valid_keys -= {row.name for row in declared_settings(cls)}
     for key in file.values:
         if key not in valid_keys:
             fix = config_files.place_of_setting(key, (*launcher_settings(), *script_settings))

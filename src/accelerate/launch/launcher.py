@@ -202,8 +202,9 @@ def _refuse_conflicts(request: LaunchRequest) -> None:
     Raises:
         SettingError: there are some; the error names both places.
     """
+    enabled = {name for name, (origin, *_) in request.origins.items() if origin.value}
     for clash in CONFLICTS:
-        if _is_on(request, clash.first) and _is_on(request, clash.second):
+        if {clash.first, clash.second} <= enabled:
             raise _conflict_error(
                 request.origin(clash.first).where, request.origin(clash.second).where, clash.why
             )
@@ -213,21 +214,17 @@ def _refuse_conflicts(request: LaunchRequest) -> None:
             engines[first].where, engines[second].where, "one training is spread in one way"
         )
     for engine, place in engines.items():
-        if _is_on(request, "tpu"):
+        if "tpu" in enabled:
             raise _conflict_error(
                 place.where, request.origin("tpu").where, "a TPU has a way of training of its own"
             )
         mesh, version = "use_parallelism_config", "fsdp_version"
-        if engine == "use_fsdp" and _is_on(request, mesh) and request.get(version) == 1:
+        if engine == "use_fsdp" and mesh in enabled and request.get(version) == 1:
             raise SettingError(
                 f"{_describe_setting(request, mesh)}, but {_describe_setting(request, version)}",
                 why="only FSDP2 shards over a device mesh of several dimensions",
                 fix=f"leave out {version}, or make it 2",
             )
-
-
-def _is_on(request: LaunchRequest, name: str) -> bool:
-    return name in request.origins and bool(request.get(name))
 
 
 def _conflict_error(one: str, other: str, why: str) -> SettingError:
