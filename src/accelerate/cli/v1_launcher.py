@@ -21,6 +21,7 @@ import click
 
 from accelerate.cli.config_classes import BaseConfig, load_config_from_file
 from accelerate.cli.launch import PLUGIN
+from accelerate.cli.main import flag_spellings
 from accelerate.cli.options import SCRIPT_SETTINGS, SettingFlag
 from accelerate.core import environ
 from accelerate.core.errors import RankError
@@ -50,15 +51,6 @@ def clean_option(option: str) -> str | None:
     return option[2:].replace("-", "_") if option.startswith("--") else None
 
 
-def _all_spellings(names: tuple[str, ...]) -> dict[str, None]:
-    """``--a_b`` and ``--a-b``, whichever was given; the given one first."""
-    long = [name for name in names if name.startswith("--")]
-    stems = [name[2:] for name in long]
-    return dict.fromkeys(
-        [*names, *(f"--{stem.replace('_', '-')}" for stem in stems), *(f"--{clean_option(n)}" for n in long)]
-    )
-
-
 def _record_when_typed(action: argparse.Action) -> argparse.Action:
     """Lets an action add its setting to ``nondefault`` of the namespace when it is typed."""
     kind: type[argparse.Action] = type(action)
@@ -78,7 +70,8 @@ class _FlagContainer(argparse._ActionsContainer):
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """Adds a flag in both spellings."""
-        return super().add_argument(*_all_spellings(args), **kwargs)
+        long = (each for name in args if name.startswith("--") for each in flag_spellings(name[2:]))
+        return super().add_argument(*dict.fromkeys((*args, *long)), **kwargs)
 
     def _add_action(self, action: argparse.Action) -> argparse.Action:
         return _record_when_typed(super()._add_action(action))

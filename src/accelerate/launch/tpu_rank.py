@@ -15,7 +15,6 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import closing
 from types import ModuleType
 from typing import Any
@@ -88,17 +87,13 @@ def _import_script(kind: str, target: str) -> ModuleType:
 
 def _find_function(module: ModuleType, function: str) -> Any:
     if not hasattr(module, function):
-        near = nearest(function, _function_names(module))
+        near = nearest(function, (name for name, value in vars(module).items() if callable(value)))
         raise LaunchError(
             f"{module.__file__} has no function {function}",
             why="on a TPU a function of the script is called in each process, not the script run",
             fix=f"--main_training_function {near or '...'}",
         )
     return getattr(module, function)
-
-
-def _function_names(module: ModuleType) -> Sequence[str]:
-    return [name for name, value in vars(module).items() if callable(value)]
 
 
 def _needs_argument(function: Any) -> bool:

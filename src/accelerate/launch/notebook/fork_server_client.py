@@ -202,11 +202,6 @@ class ServedProcess:
                 os.close(number)
         self.stdout, self.stderr = (None if pipe is None else os.fdopen(pipe[0], "rb") for pipe in pipes)
 
-    @property
-    def returncode(self) -> int | None:
-        """Its exit code if that is known."""
-        return self._server.exit_codes[self.pid]
-
     def poll(self) -> int | None:
         """Its exit code if it has ended, as ``Popen`` gives it."""
         return self._server.exit_code(self.pid)
