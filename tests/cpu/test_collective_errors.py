@@ -791,7 +791,7 @@ def test_a_rank_that_dies_before_the_group_is_complete_is_named(
     assert time.monotonic() - began < 60
     assert second.status == "died"
     assert first.kind == "PeerError", first
-    assert "rank 1 is gone while rank 0 was opening the process group" in first.message
+    assert "rank 1 is gone while rank 0 was in the opening of the process group" in first.message
 
 
 def wait_for_nobody(present: int) -> None:

@@ -16,10 +16,11 @@ from datetime import timedelta
 from typing import Any
 
 from accelerate.core import environ
-from accelerate.core.errors import PeerError, WorldError
+from accelerate.core.errors import CollectiveError, WorldError
 from accelerate.world.clusters import ClusterRankInfo
 from accelerate.world.peers import PeerProcesses
 from accelerate.world.process_group import StoreClient, close_store_connections
+from accelerate.world.rank_failure_report import gone_process_report, lost_store_report
 
 SLICE = 0.5  # seconds between two looks at the processes
 MAX_SLICE = 5.0  # ... in large worlds
@@ -127,18 +128,12 @@ class Rendezvous:
     def _look(self) -> None:
         self._gone = self._gone or self._processes.find_gone(self._local_ranks)
 
-    def _peer_error(self) -> PeerError:
+    def _peer_error(self) -> CollectiveError:
         """Return the error for the rank that is gone."""
-        rank, process = self._gone or (0, 0)
-        error = PeerError(
-            f"rank {rank} is gone while rank {self.cluster.rank} was opening the process group",
-            why=f"its process {process} was killed, or ended without a word"
-            if process
-            else "the connection to the store of the group, which rank 0 hosts, is closed",
-            fix="the first error in the output of the other ranks says why",
-        )
-        error.failed_rank = rank
-        return error
+        rank, place = self.cluster.rank, "the opening of the process group"
+        if self._gone is None:
+            return lost_store_report(rank, place).error(rank)
+        return gone_process_report(rank, place, *self._gone).error(rank)
 
     def _missing_ranks_error(self) -> WorldError:
         """Return the error for the ranks that have not come."""
