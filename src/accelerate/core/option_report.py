@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from accelerate.core.setting import SettingsWithOrigins, declared_settings
+from accelerate.core.tables import align_columns
 from accelerate.core.value_types import frozen_dataclass
 
 
@@ -112,10 +113,7 @@ class OptionReport(list[OptionStatus]):
         rows = [(e.assignment, effects[e.applied], e.where, e.why) for e in self]
         if not rows:
             return "nothing was asked for"
-        rows.insert(0, ("option", "effect", "asked by", "why"))
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = ("  ".join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows)
-        return "\n".join(lines)
+        return "\n".join(align_columns([("option", "effect", "asked by", "why"), *rows]))
 
     @property
     def summary(self) -> str:

@@ -27,11 +27,8 @@ def print_table(
     if not sys.stdout.isatty():
         fill, indent = ("", "  ") if heading else ("-", "")
         lines = [*([titles] if titles else []), *([cell or fill for cell in line] for line in lines)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        print(
-            "\n".join([*([f"{encodable(heading)}:"] if heading else []), *(indent + each for each in text)])
-        )
+        text = [indent + each for each in align_columns(lines)]
+        print("\n".join([*([f"{encodable(heading)}:"] if heading else []), *text]))
         return
     from rich import box
     from rich.console import Console
@@ -50,6 +47,12 @@ def print_table(
     for number, line in enumerate(lines):
         table.add_row(*(Text(line[column]) for column in shown), style="dim" if number in dim else None)
     Console(highlight=False).print(table)
+
+
+def align_columns(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines of cells as texts, each column as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 
 def encodable(text: str) -> str:
