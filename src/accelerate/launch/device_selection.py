@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import accelerate.device as devices
 from accelerate.core.errors import SettingError, UnknownNameError
@@ -41,8 +42,8 @@ def allocate_devices(request: LaunchRequest, machine: DeviceProbeHost) -> Launch
     Raises:
         SettingError: what was asked does not fit the machine; the error names both.
     """
-    device, count, ids = select_devices(request, machine)
-    processes = request.local_processes.value
+    selection, processes = select_devices(request, machine), request.local_processes.value
+    device, count = selection.device, selection.count
     if processes is None and not request.settings.multi_gpu:
         alone = request.distributed_type == NOT_DISTRIBUTED
         # On Windows one process is what can be started.
@@ -53,26 +54,24 @@ def allocate_devices(request: LaunchRequest, machine: DeviceProbeHost) -> Launch
         raise SettingError(
             f"{processes} processes are asked for ({request.local_processes.where}), "
             f"but there are {count} {device.type} devices "
-            f"({_describe_device_limit(request, device, machine, ids)})",
+            f"({_describe_device_limit(request, selection, machine)})",
             why="each process needs a device of its own",
             fix=f"start {count}, or use the CPU: accelerate launch --cpu ...",
         )
-    return LaunchDeviceSelection(
-        device, count, ",".join(map(str, ids)) if ids is not None else None, processes
-    )
+    return replace(selection, processes=processes)
 
 
 def select_devices(
-    request: LaunchRequest, machine: DeviceProbeHost
-) -> tuple[Device, int, Sequence[int | str] | None]:
-    """The device that was asked for, how many of them are to be used, and their numbers or UUIDs if not all.
+    request: LaunchRequest, machine: DeviceProbeHost, processes: int = 1
+) -> LaunchDeviceSelection:
+    """The devices that were asked for, whatever the number of processes.
 
     Raises:
         SettingError: it is not there, or a number names none.
     """
     kind = request.distributed_type
     if request.get("use_cpu") or (kind == CPU_GROUP and not request.settings.multi_gpu):
-        return devices.get("cpu"), 0, None
+        return LaunchDeviceSelection(devices.get("cpu"), 0, None, processes)
     selected = _device_of_type(request, machine) if kind else None
     device, count = selected or devices.probe_devices(machine)
     if request.settings.multi_gpu and not count:
@@ -81,9 +80,9 @@ def select_devices(
             fix="leave it out, or use the CPU: accelerate launch --cpu --num_processes 2 ...",
         )
     ids = _parse_device_ids(request, device, device.count_physical(machine)) if count else None
-    if ids is not None:
-        count = len(ids)
-    return device, count, ids
+    if ids is None:
+        return LaunchDeviceSelection(device, count, None, processes)
+    return LaunchDeviceSelection(device, len(ids), ",".join(map(str, ids)), processes)
 
 
 def _why_no_accelerator(machine: DeviceProbeHost) -> str:
@@ -161,9 +160,9 @@ def _parse_device_ids(request: LaunchRequest, device: Device, present: int) -> S
 
 
 def _describe_device_limit(
-    request: LaunchRequest, device: Device, machine: DeviceProbeHost, ids: Sequence[int | str] | None
+    request: LaunchRequest, selection: LaunchDeviceSelection, machine: DeviceProbeHost
 ) -> str:
-    if ids is not None:
+    if selection.visible is not None:
         return request.origin("gpu_ids").where
-    value = device.visible_devices(machine)
-    return "on this machine" if value is None else f"{device.visible_variable}={value}"
+    value = selection.device.visible_devices(machine)
+    return "on this machine" if value is None else f"{selection.device.visible_variable}={value}"

@@ -158,7 +158,7 @@ class MpiLaunch(LaunchKind[MPILaunchPlan]):
         path, family = find_mpirun()
         machine = DeviceProbeHost()
         each = -(-size // len(hosts))
-        allocation = LaunchDeviceSelection(select_devices(request, machine)[0], 0, None, each)
+        allocation = LaunchDeviceSelection(select_devices(request, machine).device, 0, None, each)
         variables = {
             **shared_variables(request, allocation, machine),
             **_rendezvous_variables(request, hosts),

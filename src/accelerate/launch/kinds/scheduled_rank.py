@@ -17,7 +17,7 @@ from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError
 from accelerate.device import DeviceProbeHost, count_cores
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables
-from accelerate.launch.device_selection import LaunchDeviceSelection, select_devices, unused_type
+from accelerate.launch.device_selection import select_devices, unused_type
 from accelerate.launch.job_scheduler import JobSchedulerContext
 from accelerate.launch.kinds.local import replace_process, script_command, shared_variables
 from accelerate.launch.launch_request import LaunchRequest
@@ -42,9 +42,7 @@ class ScheduledRankLaunch(LaunchKind[LaunchPlan]):
         scheduler, machine = request.scheduler, DeviceProbeHost()
         assert scheduler is not None
         _refuse_other_numbers(request, scheduler)
-        device, count, ids = select_devices(request, machine)
-        visible = ",".join(map(str, ids)) if ids is not None else None
-        allocation = LaunchDeviceSelection(device, count, visible, scheduler.local_size)
+        allocation = select_devices(request, machine, scheduler.local_size)
         variables = rank_variables(request, scheduler)
         note = (
             f"the ranks of this job are the {scheduler.size} processes that {scheduler.name} has started; "
@@ -55,7 +53,7 @@ class ScheduledRankLaunch(LaunchKind[LaunchPlan]):
             facts=(
                 ("rank", f"{scheduler.rank} of {scheduler.size}, started by {scheduler.name}"),
                 ("machine", f"{scheduler.node} of {scheduler.nodes}"),
-                ("devices", device.type),
+                ("devices", allocation.device.type),
             ),
             variables={
                 **shared_variables(request, allocation, machine),
@@ -63,7 +61,7 @@ class ScheduledRankLaunch(LaunchKind[LaunchPlan]):
             },
             commands=(PlannedCommand(f"rank {scheduler.rank}", script_command(request), variables),),
             notes=() if scheduler.rank else (note,),
-            unused_settings=tuple(unused_type(request, device)),
+            unused_settings=tuple(unused_type(request, allocation.device)),
             setting_effects=tuple(_setting_effects(request, scheduler)),
         )
 
@@ -90,7 +88,7 @@ def _is_only_process(request: LaunchRequest, scheduler: JobSchedulerContext) -> 
     processes = request.local_processes.value
     if isinstance(processes, int):
         return processes == 1
-    return processes != "cpu" and select_devices(request, DeviceProbeHost())[1] <= 1
+    return processes != "cpu" and select_devices(request, DeviceProbeHost()).count <= 1
 
 
 def rank_variables(request: LaunchRequest, scheduler: JobSchedulerContext) -> dict[str, object | None]:
