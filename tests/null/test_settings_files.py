@@ -198,7 +198,7 @@ OLD_FILES = {
     "distributed_type: DEEPSPEED\ndeepspeed_config:\n  offload_optimizer: {device: cpu}\n"
     "  offload_param: {device: cpu, pin_memory: true}\n  offload_param_device: none\n": (
         "line 3: offload_optimizer is a table of DeepSpeed's .*: read as offload_optimizer_device: cpu",
-        "line 4: the table offload_param has no effect: offload_param_device is the key for the same here",
+        "line 4: offload_param has no effect: deepspeed_config.offload_param_device is the key for the same",
         "line 4: offload_param_pin_memory has no effect: it is a key of DeepSpeed's own configuration",
     ),
     "distributed_type: FSDP\nfsdp_config:\n  fsdp_limit_all_gathers: true\n  xla: false\n": (
@@ -210,7 +210,7 @@ OLD_FILES = {
     ),
     "num_processes: 2\nfp16: true\nmixed_precision: bf16\n": "line 2: fp16 has no effect: mixed_precision is",
     "num_processes: 2\ndynamo_backend: EAGER\ndynamo_config:\n  backend: INDUCTOR\n": (
-        "line 2: dynamo_backend has no effect: dynamo_config is the key"
+        "line 2: dynamo_backend has no effect: dynamo_config.backend is the key"
     ),
     "distributed_type: FSDP\nmegatron_lm_config:\n  tp_degree: 2\nfsdp_config: {version: 2}\n": (
         "line 2: megatron_lm_config has no effect: .* line 1: distributed_type is FSDP"

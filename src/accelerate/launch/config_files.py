@@ -23,6 +23,33 @@ DEFAULT_NAME = "default_config.yaml"
 NOT_DISTRIBUTED, CPU_GROUP = "NO", "MULTI_CPU"
 # Tables of DeepSpeed's JSON that files in use have in this section, for the options <table>_device and so on.
 _OFFLOAD_SECTION, _OFFLOAD_TABLES = "deepspeed_config", ("offload_optimizer", "offload_param")
+KeyPath = tuple[str, ...]  # of a key in nested tables
+
+
+def get_nested(values: Mapping[Any, Any], keys: KeyPath) -> Any:
+    """Return the value at a key path; None where there is none."""
+    value: Any = values
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def apply_changes(values: Mapping[str, Any], changes: Mapping[KeyPath, Any]) -> dict[str, Any]:
+    """A copy of nested tables with these keys changed; None takes one out, and an empty table with it."""
+    new = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
+    for keys, value in changes.items():
+        table = new
+        for key in keys[:-1]:
+            inside = table.get(key)
+            table[key] = table = inside if isinstance(inside, dict) else {}
+        if value is None:
+            table.pop(keys[-1], None)
+        else:
+            table[keys[-1]] = value
+    for keys in changes:
+        if len(keys) == 2 and new.get(keys[0]) == {}:
+            del new[keys[0]]
+    return new
 
 
 @frozen_dataclass
@@ -54,13 +81,11 @@ class ConfigFile:
 
     def without(self, keys: tuple[str, ...], problem: str) -> ConfigFile:
         """The file without a key, which has no effect for the reason that ``problem`` says."""
-        values = dict(self.values)
-        if len(keys) == 1:
-            del values[keys[0]]
-        else:
-            values[keys[0]] = {key: value for key, value in self.section(keys[0]).items() if key != keys[1]}
         return replace(
-            self, values=values, problems=(*self.problems, problem), leftovers=(*self.leftovers, keys)
+            self,
+            values=apply_changes(self.values, {keys: None}),
+            problems=(*self.problems, problem),
+            leftovers=(*self.leftovers, keys),
         )
 
     def section(self, name: str) -> Mapping[str, Any]:
@@ -103,48 +128,33 @@ def read_config(path: Path, *, is_explicit: bool = True) -> ConfigFile:
         SettingError: it is missing, unreadable, not valid, or not a table of keys.
     """
     values, lines, problems = read_raw(path)
-    new = upgrade_keys(values)
-    problems = (*problems, *_overruled_old_keys(path, values, new, lines))
-    for old, key in (("fp16", "mixed_precision"), ("dynamo_backend", "dynamo_config")):
-        if (old,) in lines and key in new:
-            lines.setdefault((key,), lines[(old,)])
-            lines.setdefault((key, old), lines[(old,)])
-    for name, key, _ in _offload_options(values):
-        if (_OFFLOAD_SECTION, name) in lines:
-            lines.setdefault((_OFFLOAD_SECTION, key), lines[(_OFFLOAD_SECTION, name)])
-    return ConfigFile(path, new, lines, is_explicit, problems)
+    file, notes = ConfigFile(path, upgrade_keys(values), lines, is_explicit), list[str]()
+    for old, new, value in _old_keys(values):
+        today, place = get_nested(values, new), file.locate(*old)
+        # `fp16: false` and `dynamo_backend: NO` ask for nothing.
+        is_off = len(old) == 1 and str(value).lower() in ("no", "false")
+        if today is None and new[-1].endswith(("_device", "_path")):
+            reading = f"read as {new[-1]}: {value}"
+            notes.append(f"{place}: {old[-1]} is a table of DeepSpeed's own configuration: {reading}")
+        elif today not in (None, "", value) and not is_off:
+            notes.append(f"{place}: {old[-1]} has no effect: {'.'.join(new)} is the key for the same by now")
+        for keys in (new[:1], new) if old in lines else ():
+            lines.setdefault(keys, lines[old])
+    return replace(file, problems=(*problems, *notes))
 
 
-def _overruled_old_keys(
-    path: Path, values: Mapping[Any, Any], new: Mapping[str, Any], lines: Mapping[tuple[str, ...], int]
-) -> Iterator[str]:
-    """Yield a sentence for each old key that asks for something else than today's key beside it."""
-    overruled: dict[str, str] = {}
-    if values.get("fp16") is True and new.get("mixed_precision") != "fp16":
-        overruled["fp16"] = "mixed_precision"
-    backend, table = values.get("dynamo_backend"), new.get("dynamo_config")
-    asks_for_it = bool(backend) and str(backend).upper() != "NO"
-    if asks_for_it and isinstance(table, dict) and backend not in table.values():
-        overruled["dynamo_backend"] = "dynamo_config"
-    for old, today in overruled.items():
-        place = ConfigFile(path, {}, lines).locate(old)
-        yield f"{place}: {old} has no effect: {today} is the key for the same by now"
-    for name, key, value in _offload_options(values):
-        today = values[_OFFLOAD_SECTION].get(key)
-        place = ConfigFile(path, {}, lines).locate(_OFFLOAD_SECTION, name)
-        if today is None and key.endswith(("_device", "_path")):
-            yield f"{place}: {name} is a table of DeepSpeed's own configuration: read as {key}: {value}"
-        elif today not in (None, value):
-            yield f"{place}: the table {name} has no effect: {key} is the key for the same here"
-
-
-def _offload_options(values: Mapping[Any, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield (table, key of today, value) for what the tables of DeepSpeed's JSON say about offloading."""
-    section = values.get(_OFFLOAD_SECTION)
-    tables = ((name, section.get(name)) for name in _OFFLOAD_TABLES) if isinstance(section, dict) else ()
-    for name, table in tables:
-        if isinstance(table, dict):
-            yield from ((name, f"{name}_{key}", value) for key, value in table.items())
+def _old_keys(values: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, KeyPath, Any]]:
+    """Yield the path of each key in an old format, that of today's key for the same, and its value there."""
+    if isinstance(values.get("fp16"), bool):
+        yield ("fp16",), ("mixed_precision",), "fp16" if values["fp16"] else "no"
+    table = values.get("dynamo_config", {})
+    if values.get("dynamo_backend") not in (None, "") and isinstance(table, dict):
+        name = "backend" if "backend" in table else "dynamo_backend"
+        yield ("dynamo_backend",), ("dynamo_config", name), values["dynamo_backend"]
+    for name in _OFFLOAD_TABLES:
+        table = get_nested(values, (_OFFLOAD_SECTION, name))
+        for key, value in table.items() if isinstance(table, dict) else ():
+            yield (_OFFLOAD_SECTION, name), (_OFFLOAD_SECTION, f"{name}_{key}"), value
 
 
 def read_raw(path: Path) -> tuple[dict[Any, Any], dict[tuple[str, ...], int], tuple[str, ...]]:
@@ -270,19 +280,10 @@ def upgrade_keys(values: Mapping[Any, Any]) -> dict[str, Any]:
         del new["num_processes"]
     if new.get("distributed_type") is False:  # a bare NO is YAML's word for false
         new["distributed_type"] = "NO"
-    if isinstance(new.get("fp16"), bool):
-        precision = "fp16" if new.pop("fp16") else "no"
-        new.setdefault("mixed_precision", precision)
-    table = new.get("dynamo_config", {})
-    if "dynamo_backend" in new and isinstance(table, dict):
-        backend = new.pop("dynamo_backend")
-        is_named = not {"backend", "dynamo_backend"}.isdisjoint(table)
-        new["dynamo_config"] = {**table} if is_named else {"dynamo_backend": backend, **table}
-    if options := [*_offload_options(new)]:
-        tables = {name for name, _, _ in options}
-        table = {key: value for key, value in new[_OFFLOAD_SECTION].items() if key not in tables}
-        new[_OFFLOAD_SECTION] = {**{key: value for _, key, value in options}, **table}
-    return new
+    changes: dict[KeyPath, Any] = {}
+    for old, today, value in _old_keys(new):
+        changes |= {old: None, today: value if get_nested(new, today) is None else get_nested(new, today)}
+    return apply_changes(new, changes)
 
 
 # --- keys that a flag of another name overrules
@@ -381,8 +382,8 @@ def normalize_sections(file: ConfigFile, classes: Iterable[type[Any]], enabled: 
                 file = _without_leftover_key(file, section, key, cls.__switch__)
                 continue
             file = _move_key(file, (section, key), (key,))
-            if file.values[key] == "auto":  # whoever reads it decides, as when nobody says anything
-                file = replace(file, values={k: v for k, v in file.values.items() if k != key})
+            if file.values.get(key) == "auto":  # whoever reads it decides, as when nobody says anything
+                file = replace(file, values=apply_changes(file.values, {(key,): None}))
     return file
 
 
@@ -391,9 +392,8 @@ def _without_leftover_key(file: ConfigFile, section: str, key: str, switch: str)
 
     Where the section has other keys, a launch says of all together that they have no effect.
     """
-    others = {name: value for name, value in file.section(section).items() if name != key}
-    if others:
-        return replace(file, values={**file.values, section: others})
+    if file.section(section).keys() - {key}:
+        return replace(file, values=apply_changes(file.values, {(section, key): None}))
     place = file.locate(section, key)
     return file.without((section,), f"{place}: {section}.{key} has no effect without --{switch}")
 
@@ -465,17 +465,13 @@ def place_of_setting(name: str, classes: Iterable[type[Any]]) -> str:
 
 
 def _move_key(file: ConfigFile, old: tuple[str, str], new: tuple[str, ...]) -> ConfigFile:
-    table = dict(file.section(old[0]))
-    value = table.pop(old[1])
-    values = {**file.values, old[0]: table}
-    target = table if len(new) == 2 else values
-    if new[-1] in target:
+    if get_nested(file.values, new) is not None:
         raise SettingError(
             f"{file.path} gives {new[-1]} twice",
             why=f"{file.locate(*old)}: {'.'.join(old)}, and {file.locate(*new)}: {'.'.join(new)}",
             fix="keep one of them",
         )
-    target[new[-1]] = value
+    values = apply_changes(file.values, {old: None, new: get_nested(file.values, old)})
     return _replace_values(file, values, {new: file.lines.get(old)})
 
 

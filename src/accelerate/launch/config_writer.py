@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.core.errors import SettingError
-
-KeyPath = tuple[str, ...]
+from accelerate.launch.config_files import KeyPath, apply_changes
 
 
 def write_file(path: Path, text: str) -> None:
@@ -74,24 +73,6 @@ def format_config(values: Mapping[str, Any], path: Path) -> str:
     import yaml
 
     return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
-
-
-def apply_changes(values: Mapping[str, Any], changes: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """A copy of nested tables with these keys changed; None takes one out, and an empty table with it."""
-    new = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
-    for keys, value in changes.items():
-        table = new
-        for key in keys[:-1]:
-            inside = table.get(key)
-            table[key] = table = inside if isinstance(inside, dict) else {}
-        if value is None:
-            table.pop(keys[-1], None)
-        else:
-            table[keys[-1]] = value
-    for keys in changes:
-        if len(keys) == 2 and new.get(keys[0]) == {}:
-            del new[keys[0]]
-    return new
 
 
 def find_changes(old: Mapping[Any, Any], new: Mapping[str, Any]) -> dict[KeyPath, Any]:

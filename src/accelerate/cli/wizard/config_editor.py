@@ -15,8 +15,7 @@ from accelerate.core import environ
 from accelerate.core.errors import AccelerateError, SettingError, UnknownNameError
 from accelerate.core.setting import Setting, convert_value
 from accelerate.launch import config_files, config_writer
-from accelerate.launch.config_files import ConfigFile
-from accelerate.launch.config_writer import KeyPath
+from accelerate.launch.config_files import ConfigFile, KeyPath, get_nested
 from accelerate.launch.launch_request import LaunchRequest, build_request, launcher_settings
 from accelerate.launch.launcher import check_request, choose_kind
 
@@ -103,7 +102,7 @@ def set_keys(path: Path, pairs: Iterable[str]) -> list[ConfigValueChange]:
     old = config_files.read_raw(path)[0] if path.exists() else {}
     new = _upgrade_if_old(old)
     changes = {_key_path(new, row): value for row, value in settings.values()}
-    new = config_writer.apply_changes(new, changes)
+    new = config_files.apply_changes(new, changes)
     problem = find_refusal(new, path)
     if problem is not None:
         problem.what += "; nothing was written"
@@ -129,14 +128,6 @@ def _key_path(values: Mapping[Any, Any], row: Setting) -> KeyPath:
     table = values.get(row.section)
     short = row.name.removeprefix(row.prefix)
     return row.section, short if isinstance(table, dict) and short in table else row.name
-
-
-def get_nested(values: Mapping[Any, Any], keys: KeyPath) -> Any:
-    """Return the value at a key path; None where there is none."""
-    value: Any = values
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
 
 
 def save_config(

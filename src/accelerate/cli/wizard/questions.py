@@ -13,10 +13,9 @@ from typing import Any, TypeAlias, get_args
 
 import accelerate.device as devices
 from accelerate.cli.options import SCRIPT_SETTINGS
-from accelerate.cli.wizard.config_editor import file_value, get_nested
+from accelerate.cli.wizard.config_editor import file_value
 from accelerate.core.setting import Setting, convert_value, declared_settings
-from accelerate.launch.config_files import CPU_GROUP, NOT_DISTRIBUTED
-from accelerate.launch.config_writer import KeyPath
+from accelerate.launch.config_files import CPU_GROUP, NOT_DISTRIBUTED, KeyPath, get_nested
 from accelerate.launch.launch_request import launcher_settings
 
 # Asked at the end: they depend on everything else.

@@ -29,7 +29,7 @@ from accelerate.cli.wizard.questions import (
 )
 from accelerate.core.errors import AccelerateError, SettingError
 from accelerate.launch import config_writer
-from accelerate.launch.config_writer import KeyPath
+from accelerate.launch.config_files import KeyPath, apply_changes
 
 if TYPE_CHECKING:
     import questionary
@@ -175,7 +175,7 @@ def merge_answers(
         if names & row.when.keys() and not answers.matches(row.when)
     }
     changes = {path: answers.written.get(path) for path in sorted(paths, key=len)}
-    return dict(sorted(config_writer.apply_changes(before, changes).items()))
+    return dict(sorted(apply_changes(before, changes).items()))
 
 
 def ask_question(question: WizardQuestion, offered: Any) -> int | str:
