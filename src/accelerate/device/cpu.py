@@ -43,10 +43,6 @@ class Cpu(Device):
         """Return False: forks can use it; torch's module calls it initialized always."""
         return False
 
-    def probe_count(self, machine: DeviceProbeHost | None = None) -> int:
-        """Return 0: the CPU is not an accelerator."""
-        return 0
-
     def name(self, index: int | None = None) -> str:
         import platform
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from accelerate.device.base import Device, DeviceProbeHost
+from accelerate.device.base import Device
 
 if TYPE_CHECKING:
     import torch
@@ -40,10 +40,6 @@ class FakeTestDevice(Device):
 
     def count(self) -> int:
         return self.size
-
-    def probe_count(self, machine: DeviceProbeHost | None = None) -> int:
-        """Return 0: it is not an accelerator."""
-        return 0
 
     def name(self, index: int | None = None) -> str:
         return "null"
