@@ -26,6 +26,8 @@ def write(path: Path, text: str) -> str:
 def test_a_file_becomes_an_object_and_a_dict(tmp_path: Path) -> None:
     config = load_config_from_file(write(tmp_path / "c.yaml", MINIMAL))
     assert isinstance(config, ClusterConfig)
+    place = write(tmp_path / "local.yaml", f"compute_environment: local_machine\n{MINIMAL}")
+    assert load_config_from_file(place).to_dict() == config.to_dict()
     assert config.distributed_type == DistributedType.MULTI_GPU
     told = config.to_dict()
     assert told["distributed_type"] == "MULTI_GPU"

@@ -204,8 +204,8 @@ def load_config_from_file(config_file: str | None) -> ClusterConfig | SageMakerC
         UnknownNameError: a key is unknown.
     """
     file = config_files.read_config(Path(config_file or config_files.default_file()).expanduser())
-    local = file.values.get("compute_environment", "LOCAL_MACHINE") == ComputeEnvironment.LOCAL_MACHINE
-    return (ClusterConfig if local else SageMakerConfig)._of(file)
+    place = str(file.values.get("compute_environment", "LOCAL_MACHINE")).upper()
+    return (ClusterConfig if place == ComputeEnvironment.LOCAL_MACHINE else SageMakerConfig)._of(file)
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | Path = DEFAULT) -> Path | bool:

@@ -165,7 +165,7 @@ def find_refusal(
         kind = choose_kind(request)
         kind.check(request)
         # SageMaker's needs a script, which a file does not name.
-        if on_this_machine and values.get("compute_environment") != "AMAZON_SAGEMAKER":
+        if on_this_machine and request.settings.compute_environment != "AMAZON_SAGEMAKER":
             kind.plan(request)
     except AccelerateError as error:
         return error
