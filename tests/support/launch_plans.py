@@ -75,7 +75,7 @@ def setting_names() -> set[str]:
 
 def conflicting_names() -> set[str]:
     """The names in the table of settings that do not go together."""
-    return {name for clash in CONFLICTS for name in (clash.first, clash.second)}
+    return {name for *names, _ in CONFLICTS for name in names}
 
 
 def check(asked: LaunchRequest) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError, nearest
-from accelerate.core.value_types import LocalCount, convert_to, frozen_dataclass
+from accelerate.core.value_types import LocalCount, convert_to
 from accelerate.launch.base import LaunchKind, origin_variables, print_line, requested_options
 from accelerate.launch.job_scheduler import OUTER_LAUNCH_VARIABLE, overridden_lines
 from accelerate.launch.kinds import KINDS
@@ -131,30 +131,14 @@ def leave_outer_launch() -> Generator[None]:
 # --- what contradicts itself, whatever the machine
 
 
-@frozen_dataclass
-class SettingConflictRule:
-    """Two settings of which only one can be on.
-
-    Attributes:
-        first: a setting.
-        second: another one.
-        why: what they ask for.
-    """
-
-    first: str
-    second: str
-    why: str
-
-
+# Two settings of which only one can be on, and what they ask for.
 CONFLICTS = (
-    SettingConflictRule("use_cpu", "multi_gpu", "one asks for the CPU, the other insists on accelerators"),
-    SettingConflictRule("use_cpu", "tpu", "each asks for another device"),
-    SettingConflictRule("multi_gpu", "tpu", "each asks for another device"),
-    SettingConflictRule("ray", "tpu", "each starts the processes in its own way"),
-    SettingConflictRule(
-        "ray", "print_manifest", "Ray starts the processes, a manifest has a cluster start them"
-    ),
-    SettingConflictRule("module", "no_python", "a module is started by Python, a program by itself"),
+    ("use_cpu", "multi_gpu", "one asks for the CPU, the other insists on accelerators"),
+    ("use_cpu", "tpu", "each asks for another device"),
+    ("multi_gpu", "tpu", "each asks for another device"),
+    ("ray", "tpu", "each starts the processes in its own way"),
+    ("ray", "print_manifest", "Ray starts the processes, a manifest has a cluster start them"),
+    ("module", "no_python", "a module is started by Python, a program by itself"),
 )
 
 
@@ -203,11 +187,9 @@ def _refuse_conflicts(request: LaunchRequest) -> None:
         SettingError: there are some; the error names both places.
     """
     enabled = {name for name, (origin, *_) in request.origins.items() if origin.value}
-    for clash in CONFLICTS:
-        if {clash.first, clash.second} <= enabled:
-            raise _conflict_error(
-                request.origin(clash.first).where, request.origin(clash.second).where, clash.why
-            )
+    for first, second, why in CONFLICTS:
+        if {first, second} <= enabled:
+            raise _conflict_error(request.origin(first).where, request.origin(second).where, why)
     engines = request.strategy_switches
     for first, second in combinations(engines, 2):
         raise _conflict_error(
