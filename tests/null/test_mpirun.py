@@ -97,7 +97,7 @@ def test_a_machine_on_several_lines_is_one(folder: Path) -> None:
     (folder / "hosts").write_text("a\na\nb:1\nb\n")
     assert launch_plans.hosts_of(asked()) == [("a", 2), ("b", 2)]
     plan = planned(nproc_per_node="2")
-    assert (plan.size, [host.name for host in plan.hosts]) == (4, ["a", "b"])
+    assert (plan.size, [*plan.hosts]) == (4, ["a", "b"])
     assert "-np 4 --map-by ppr:2:node" in " ".join(planned().commands[0].program)
 
 

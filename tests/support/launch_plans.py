@@ -112,7 +112,7 @@ def join_timeout(asked: LaunchRequest) -> float:
 
 def hosts_of(asked: LaunchRequest) -> list[tuple[str, int | None]]:
     """The machines of ``--mpirun_hostfile``, and how many processes each takes."""
-    return [(host.name, host.slots) for host in mpi.read_hosts(asked)]
+    return list(mpi.read_hosts(asked).items())
 
 
 def start(asked: LaunchRequest) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -51,17 +51,7 @@ class MpirunSettings:
     )
 
 
-@frozen_dataclass
-class HostSlots:
-    """One machine of a file of machines.
-
-    Attributes:
-        name: of the machine.
-        slots: how many processes it takes; None where the file does not say.
-    """
-
-    name: str
-    slots: int | None = None
+HostSlots = Mapping[str, int | None]  # how many processes each machine takes; None where nothing says it
 
 
 @frozen_dataclass
@@ -125,7 +115,7 @@ class MPILaunchPlan(LaunchPlan):
 
     path: str
     family: MpiFamily
-    hosts: tuple[HostSlots, ...]
+    hosts: HostSlots
     size: int
 
 
@@ -170,7 +160,7 @@ class MpiLaunch(LaunchKind[MPILaunchPlan]):
             kind=self.name,
             facts=(
                 ("processes", str(size)),
-                ("machines", ", ".join(host.name for host in hosts)),
+                ("machines", ", ".join(hosts)),
                 ("started by", f"{path} ({family.name})"),
             ),
             variables=variables,
@@ -235,7 +225,7 @@ def find_mpirun() -> tuple[str, MpiFamily]:
     )
 
 
-def read_hosts(request: LaunchRequest) -> tuple[HostSlots, ...]:
+def read_hosts(request: LaunchRequest) -> HostSlots:
     """The machines of the file; ``name slots=4``, ``name:4`` and ``name`` are understood.
 
     Raises:
@@ -248,7 +238,7 @@ def read_hosts(request: LaunchRequest) -> tuple[HostSlots, ...]:
         raise LaunchError(
             f"the file of machines {path} ({location}) cannot be read", why=str(error)
         ) from error
-    hosts = tuple(_parse_hosts(text))
+    hosts = _parse_hosts(text)
     if not hosts:
         raise LaunchError(
             f"the file of machines {path} ({location}) names none",
@@ -257,8 +247,8 @@ def read_hosts(request: LaunchRequest) -> tuple[HostSlots, ...]:
     return hosts
 
 
-def _parse_hosts(text: str) -> Iterator[HostSlots]:
-    """Yield the machines. mpirun adds up lines with one name: PBS and LSF write a line for each slot."""
+def _parse_hosts(text: str) -> HostSlots:
+    """Return the machines. mpirun adds up lines with one name: PBS and LSF write a line for each slot."""
     machines: dict[str, int | None] = {}
     for line in text.splitlines():
         tokens = line.partition("#")[0].split()
@@ -268,10 +258,10 @@ def _parse_hosts(text: str) -> Iterator[HostSlots]:
         slots = next((token.partition("=")[2] for token in tokens[1:] if token.startswith("slots=")), count)
         number = int(slots) if slots.isdecimal() else None
         machines[name] = (machines[name] or 1) + (number or 1) if name in machines else number
-    yield from (HostSlots(name, number) for name, number in machines.items())
+    return machines
 
 
-def _count_processes(request: LaunchRequest, hosts: Sequence[HostSlots]) -> int:
+def _count_processes(request: LaunchRequest, hosts: HostSlots) -> int:
     """The number of processes to start: as many as asked for, or as the machines take.
 
     Raises:
@@ -281,7 +271,7 @@ def _count_processes(request: LaunchRequest, hosts: Sequence[HostSlots]) -> int:
     if isinstance(each.value, int):
         return each.value * len(hosts)
     if not isinstance(total.value, int):
-        return sum(host.slots or 1 for host in hosts)
+        return sum(slots or 1 for slots in hosts.values())
     if total.value < len(hosts):
         raise SettingError(
             f"{total.where} is {total.value}, but {request.origin('mpirun_hostfile').where} names "
@@ -292,17 +282,17 @@ def _count_processes(request: LaunchRequest, hosts: Sequence[HostSlots]) -> int:
     return total.value
 
 
-def _rendezvous_variables(request: LaunchRequest, hosts: Sequence[HostSlots]) -> dict[str, object | None]:
+def _rendezvous_variables(request: LaunchRequest, hosts: HostSlots) -> dict[str, object | None]:
     """Return MASTER_ADDR and MASTER_PORT: the first machine of the file, and a port of this job's own.
 
     Variables of a launcher around this one would be taken for those of the ranks.
     """
-    port = request.settings.main_process_port
-    if not port and hosts[0].name in ("localhost", "127.0.0.1"):
+    port, first = request.settings.main_process_port, next(iter(hosts))
+    if not port and first in ("localhost", "127.0.0.1"):
         with closing(ReservedPort()) as free:
             port = free.number
     job: dict[str, object | None] = {
-        "MASTER_ADDR": request.settings.main_process_ip or hosts[0].name,
+        "MASTER_ADDR": request.settings.main_process_ip or first,
         "MASTER_PORT": port or DEFAULT_PORT + os.getpid() % JOB_PORT_COUNT,
     }
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -313,7 +303,7 @@ def mpirun_command(
     request: LaunchRequest,
     path: str,
     family: MpiFamily,
-    hosts: Sequence[HostSlots],
+    hosts: HostSlots,
     size: int,
     variables: Variables,
 ) -> tuple[str, ...]:
