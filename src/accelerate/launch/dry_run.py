@@ -13,6 +13,7 @@ from accelerate.core.setting import declared_settings
 from accelerate.core.tables import print_table
 from accelerate.core.value_types import frozen_dataclass
 from accelerate.launch.base import LaunchOptionOrigin, LaunchPlan, PlannedCommand, display_value
+from accelerate.launch.kinds.local import NO_RANK_VARIABLES
 from accelerate.launch.launch_request import LaunchRequest, launcher_settings
 from accelerate.strategy.launch_settings import SETTINGS
 
@@ -49,9 +50,7 @@ def run_model_dry_run(request: LaunchRequest, plan: LaunchPlan) -> None:
         LaunchError: the model cannot be spread so.
     """
     model, own = str(request.settings.dry_run_model), plan.commands[0].variables if plan.commands else {}
-    # It is no rank.
-    of_ranks = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"))
-    environment = environ.make_child_environment({**plan.variables, **own, **of_ranks})
+    environment = environ.make_child_environment({**plan.variables, **own, **NO_RANK_VARIABLES})
     command = [sys.executable, "-m", "accelerate.facade.dry_run", model]
     command += [str(_world_size(request, plan)), str(request.machines[1])]
     print(flush=True)

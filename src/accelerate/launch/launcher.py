@@ -20,7 +20,7 @@ from accelerate.core.value_types import LocalCount, convert_to
 from accelerate.launch.base import LaunchKind, origin_variables, print_line, requested_options
 from accelerate.launch.job_scheduler import OUTER_LAUNCH_VARIABLE, overridden_lines
 from accelerate.launch.kinds import KINDS
-from accelerate.launch.kinds.local import torchrun_variables
+from accelerate.launch.kinds.local import NO_RANK_VARIABLES
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import parse_tee
 
@@ -122,9 +122,8 @@ def leave_outer_launch() -> Generator[None]:
         return
     record: dict[str, tuple[str | None, str | None]] = json.loads(env[OUTER_LAUNCH_VARIABLE])
     former = {name: before for name, (value, before) in record.items() if env.get(name) == value}
-    (rank_variables,) = torchrun_variables(1, None, None, "")
     place = f"rank {env['RANK']} of {env['WORLD_SIZE']}" if env.get("RANK") and env.get("WORLD_SIZE") else ""
-    with environ.patch_environment({**former, **dict.fromkeys(rank_variables), OUTER_LAUNCH_VARIABLE: place}):
+    with environ.patch_environment({**former, **NO_RANK_VARIABLES, OUTER_LAUNCH_VARIABLE: place}):
         yield
 
 

@@ -241,6 +241,10 @@ def torchrun_variables(
         }
 
 
+# Takes the variables of a rank away from a process that is none.
+NO_RANK_VARIABLES: Variables = dict.fromkeys(next(torchrun_variables(1, None, None, "")))
+
+
 def single_process_variables(request: LaunchRequest) -> Variables:
     """Return the variables of a lone process, which opens no group.
 

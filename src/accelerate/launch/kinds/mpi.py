@@ -22,7 +22,7 @@ from accelerate.core.value_types import frozen_dataclass
 from accelerate.device import DeviceProbeHost, count_cores
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables, explain_start_error
 from accelerate.launch.device_selection import LaunchDeviceSelection, select_devices, unused_type
-from accelerate.launch.kinds.local import script_command, shared_variables
+from accelerate.launch.kinds.local import NO_RANK_VARIABLES, script_command, shared_variables
 from accelerate.launch.launch_request import MULTI_MACHINE, LaunchRequest
 from accelerate.world.network import DEFAULT_PORT, JOB_PORT_COUNT, ReservedPort
 
@@ -295,8 +295,7 @@ def _rendezvous_variables(request: LaunchRequest, hosts: HostSlots) -> dict[str,
         "MASTER_ADDR": request.settings.main_process_ip or first,
         "MASTER_PORT": port or DEFAULT_PORT + os.getpid() % JOB_PORT_COUNT,
     }
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-    return {**dict.fromkeys((*names, "ACCELERATE_STOP_FOLDER")), **job}
+    return {**NO_RANK_VARIABLES, "ACCELERATE_STOP_FOLDER": None, **job}
 
 
 def mpirun_command(
