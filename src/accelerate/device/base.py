@@ -442,7 +442,7 @@ class Device:
 
     def synchronize(self, index: int | None = None) -> None:
         """Wait until all work of the device is done."""
-        self.module.synchronize(self._index_or_current(index))
+        self.module.synchronize(*self._arguments(index))
 
     def run_pending(self) -> None:
         """Start the recorded operations of a device that ``is_lazy``, and return; do nothing on others.
@@ -463,7 +463,7 @@ class Device:
     def current_stream(self, index: int | None = None) -> Any:
         """Return the current stream, or None when the device has no streams."""
         current_stream = getattr(self.module, "current_stream", None)
-        return None if current_stream is None else current_stream(self._index_or_current(index))
+        return None if current_stream is None else current_stream(*self._arguments(index))
 
     def record_event(self, stream: Any, timed: bool = False) -> Any:
         """Record an event on ``stream`` that completes after all its work so far; None without streams.
@@ -486,15 +486,19 @@ class Device:
     def _index_or_current(self, index: int | None) -> int:
         return self.current() if index is None else index
 
+    def _arguments(self, index: int | None) -> tuple[int, ...]:
+        """Return what names a device in calls of its module; nothing where a process has one device."""
+        return (self._index_or_current(index),) if self.has_index else ()
+
     # --- random numbers
 
     def get_rng_state(self, index: int | None = None) -> Any:
         """Return the state of the device's default generator: a uint8 tensor on the CPU, or a number."""
-        return self.module.get_rng_state(self._index_or_current(index))
+        return self.module.get_rng_state(*self._arguments(index))
 
     def set_rng_state(self, state: Any, index: int | None = None) -> None:
         """Set the state of the device's default generator to a result of ``get_rng_state``."""
-        self.module.set_rng_state(state, self._index_or_current(index))
+        self.module.set_rng_state(state, *self._arguments(index))
 
     def get_rng_state_all(self) -> Any:
         """Return the RNG states of all visible devices as checkpoints hold them: a list in order of index."""

@@ -45,14 +45,8 @@ class Hpu(Device):
             return bool(experimental._is_fp16_supported())
         return super().supports(dtype)
 
-    def synchronize(self, index: int | None = None) -> None:
-        self.module.synchronize()
-
     def stream(self, index: int | None = None) -> Any:
         return self.module.Stream()
-
-    def current_stream(self, index: int | None = None) -> Any:
-        return self.module.current_stream()
 
     def get_rng_state(self, index: int | None = None) -> Any:
         return self.module.random.get_rng_state()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accelerate.device.base import Device, DeviceProbeHost
 
@@ -56,18 +56,6 @@ class Mps(Device):
 
     def current(self) -> int:
         return 0
-
-    def synchronize(self, index: int | None = None) -> None:
-        self.module.synchronize()
-
-    def stream(self, index: int | None = None) -> Any:
-        return None
-
-    def get_rng_state(self, index: int | None = None) -> Any:
-        return self.module.get_rng_state()
-
-    def set_rng_state(self, state: Any, index: int | None = None) -> None:
-        self.module.set_rng_state(state)
 
     def get_memory_info(self, index: int | None = None) -> tuple[int, int]:
         import psutil
