@@ -73,7 +73,7 @@ class LaunchPlan:
     facts: tuple[tuple[str, str], ...]
     variables: Variables
     commands: tuple[PlannedCommand, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
     unused_settings: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
     setting_effects: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
 

@@ -78,7 +78,6 @@ class DeepSpeedLaunch(LaunchKind[LaunchPlan]):
             ),
             variables={**variables, **exported},
             commands=(PlannedCommand(PROGRAM, (program, *_launcher_flags(request), *request.program)),),
-            notes=(),
             unused_settings=tuple(_unused_settings(request)),
         )
 

@@ -165,7 +165,6 @@ class MpiLaunch(LaunchKind[MPILaunchPlan]):
             ),
             variables=variables,
             commands=(PlannedCommand("mpirun", command),),
-            notes=(),
             unused_settings=(
                 ("machine_rank", "one command starts the ranks of all machines"),
                 ("stop_timeout", "mpirun stops the ranks"),

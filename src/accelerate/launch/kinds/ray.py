@@ -80,7 +80,6 @@ class RayLaunch(LaunchKind[LaunchPlan]):
                     ("accelerate", "launch", *place, *iterate_flags(request), *request.program),
                 ),
             ),
-            notes=(),
             unused_settings=tuple(_unused_settings()),
         )
 

@@ -128,7 +128,6 @@ class SageMakerLaunch(LaunchKind[SageMakerLaunchPlan]):
             facts=tuple((name, str(value)) for name, value in facts.items()),
             variables=arguments["environment"],
             commands=(PlannedCommand("sagemaker.huggingface.HuggingFace.fit", ("python", *request.program)),),
-            notes=(),
             unused_settings=tuple(_unused_settings(request)),
             estimator=arguments,
             inputs=read_inputs(options),

@@ -147,7 +147,6 @@ class TpuLaunch(LaunchKind[LaunchPlan]):
                     "gcloud" if pod else "torch_xla", script_command(_command_request(request, pod=pod))
                 ),
             ),
-            notes=(),
             unused_settings=tuple(_unused_settings(request, pod=pod)),
         )
 
