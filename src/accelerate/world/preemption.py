@@ -343,7 +343,6 @@ def _signal_name(number: int | None) -> str:
 
 
 _current: PreemptionMonitor | None = None
-_hooks_installed = False
 
 
 def current() -> PreemptionMonitor | None:
@@ -358,7 +357,7 @@ def install_monitor(options: PreemptionKwargs, size: int) -> PreemptionMonitor:
         options: the signals, and the exit code of the script.
         size: world size.
     """
-    global _current, _hooks_installed
+    global _current
     watch = watchdog.current() if size > 1 else None
     stop = _current
     if stop is None or stop.watchdog is not watch:
@@ -369,11 +368,8 @@ def install_monitor(options: PreemptionKwargs, size: int) -> PreemptionMonitor:
             stop.has_stopped = before.has_stopped
             stop.signal_handler.received = before.signal_handler.received
         _current = stop
-    if not _hooks_installed:
-        _hooks_installed = True
-        if hasattr(os, "register_at_fork"):  # not on Windows
-            os.register_at_fork(after_in_child=_forget_in_child)
-        atexit.register(remove_monitor)
+    atexit.unregister(remove_monitor)
+    atexit.register(remove_monitor)
     if stop.signal_handler.catch(options.numbers):
         _announce_to_launcher(stop, options.exit_code)
     else:
@@ -397,6 +393,10 @@ def _forget_in_child() -> None:
     """Drop the monitor in a forked process, which is no rank; the thread stayed with its parent."""
     global _current
     _current = None
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _announce_to_launcher(stop: PreemptionMonitor, code: int) -> None:
