@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from accelerate.cli.main import CommandGroup, command_parser
+from accelerate.cli.main import CommandGroup, command_parser, flag_spellings
 from accelerate.core.errors import SettingError
 from accelerate.launch import config_files
 
@@ -33,7 +33,7 @@ _FILE_HELP = "the file to write; by default the one that a launch uses when none
 
 
 def _file_option(help: str = _FILE_HELP) -> Any:
-    return click.option("--config_file", "--config-file", "config_file", metavar="FILE", help=help)
+    return click.option(*flag_spellings("config_file"), metavar="FILE", help=help)
 
 
 @click.group("config", cls=CommandGroup, invoke_without_command=True, help=_HELP)
@@ -107,17 +107,19 @@ def _warn_about_file(path: Path) -> None:
 
 @_config.command("default", short_help="Write a file for all devices of this machine.")
 @_file_option()
-@click.option(
-    "--mixed_precision", "--mixed-precision", type=click.Choice(["no", "fp16", "bf16"]), default="no"
-)
+@click.option(*flag_spellings("mixed_precision"), type=click.Choice(PRECISIONS), default="no")
 @click.pass_obj
 def _default(named: str | None, config_file: str | None, mixed_precision: str) -> None:
     """Write a file for all devices of this machine. One that exists stays as it is."""
-    from accelerate.cli.config_classes import write_basic_config
     from accelerate.cli.wizard import config_editor
 
-    path = write_basic_config(mixed_precision, config_editor.config_path(config_file or named))
-    if path:
+    _write_default(mixed_precision, config_editor.config_path(config_file or named))
+
+
+def _write_default(mixed_precision: str, file: str | Path) -> None:
+    from accelerate.cli.config_classes import write_basic_config
+
+    if path := write_basic_config(mixed_precision, file):
         click.echo(f"accelerate configuration saved at {path}")
 
 
@@ -185,7 +187,7 @@ def default_command_parser(parser: Any, parents: Any) -> argparse.ArgumentParser
         default=str(config_files.default_file()),
     )
     precision = {"choices": PRECISIONS, "default": "no", "help": "number format of the forward pass"}
-    added.add_argument("--mixed_precision", "--mixed-precision", **precision)
+    added.add_argument(*flag_spellings("mixed_precision"), **precision)
     return added
 
 
@@ -202,7 +204,7 @@ def _with_config_file(
     parser: argparse.ArgumentParser, run: Callable[..., None] | None = None, **options: Any
 ) -> argparse.ArgumentParser:
     """Return the parser with the flag of the configuration file, and the function that runs its command."""
-    parser.add_argument("--config_file", "--config-file", help=_PARSER_FILE_HELP, **options)
+    parser.add_argument(*flag_spellings("config_file"), help=_PARSER_FILE_HELP, **options)
     if run is not None:
         parser.set_defaults(func=run)
     return parser
@@ -219,11 +221,7 @@ def config_command(args: argparse.Namespace) -> None:
 
 def default_config_command(args: argparse.Namespace) -> None:
     """Writes a file for all devices of this machine."""
-    from accelerate.cli.config_classes import write_basic_config
-
-    path = write_basic_config(args.mixed_precision, args.save_location)
-    if path:
-        print(f"accelerate configuration saved at {path}")
+    _write_default(args.mixed_precision, args.save_location)
 
 
 def update_config(args: argparse.Namespace) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelerate.cli.main import command_parser
+from accelerate.cli.main import command_parser, flag_spellings
 from accelerate.cli.options import SCRIPT_SETTINGS, GroupedOptionsCommand, launch_settings, options
 from accelerate.core import environ
 from accelerate.core.errors import AccelerateError
@@ -161,7 +161,7 @@ def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command ``env`` to it.
     """
     parser = command_parser("env", env_command, subparsers)
-    parser.add_argument("--config_file", "--config-file", default=None, help="the configuration file to show")
+    parser.add_argument(*flag_spellings("config_file"), help="the configuration file to show")
     return parser
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelerate.cli.main import command_parser
+from accelerate.cli.main import command_parser, flag_spellings
 from accelerate.cli.options import SCRIPT_SETTINGS, GroupedOptionsCommand, options
 from accelerate.core.errors import RankError, SettingError
 from accelerate.launch.launch_request import read_request
@@ -77,9 +77,7 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # n
         subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command ``test`` to it.
     """
     parser = command_parser("test", test_command, subparsers)
-    parser.add_argument(
-        "--config_file", "--config-file", default=None, help="the configuration file of the set-up to check"
-    )
+    parser.add_argument(*flag_spellings("config_file"), help="the configuration file of the set-up to check")
     return parser
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelerate.cli.main import command_parser
+from accelerate.cli.main import command_parser, flag_spellings
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.setting import declared_settings
 from accelerate.launch import config_files, config_writer
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 REPLICATE_SIZE, LOCAL_STATE_DICT = "fsdp_replicate_size", "LOCAL_STATE_DICT"
 SECTION, PREFIX, VERSION = "fsdp_config", "fsdp_", "fsdp_version"
+_HELP = {
+    "config_file": "an FSDP1 configuration file",
+    "output_file": "the new file",
+    "overwrite": "replace a file that exists; without --output_file, the old one",
+}
 
 
 class ConversionStatus(Enum):
@@ -215,13 +220,9 @@ def convert_file(config_file: str, output_file: str | None = None, overwrite: bo
 
 
 @click.command("to-fsdp2", short_help="Turn an FSDP1 configuration into an FSDP2 one.")
-@click.option(
-    "--config_file", "--config-file", required=True, metavar="FILE", help="an FSDP1 configuration file"
-)
-@click.option("--output_file", "--output-file", metavar="FILE", help="the new file")
-@click.option(
-    "--overwrite", is_flag=True, help="replace a file that exists; without --output_file, the old one"
-)
+@click.option(*flag_spellings("config_file"), required=True, metavar="FILE", help=_HELP["config_file"])
+@click.option(*flag_spellings("output_file"), metavar="FILE", help=_HELP["output_file"])
+@click.option("--overwrite", is_flag=True, help=_HELP["overwrite"])
 def _to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None:
     """Turn an FSDP1 configuration (fsdp_version: 1, or none) into an FSDP2 one."""
     for line in convert_file(config_file, output_file, overwrite):
@@ -238,9 +239,9 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command to it.
     """
     parser = command_parser("to-fsdp2", to_fsdp2_command, subparsers)
-    parser.add_argument("--config_file", "--config-file", required=True, help="an FSDP1 configuration file")
-    parser.add_argument("--output_file", "--output-file", default=None, help="the new file")
-    parser.add_argument("--overwrite", action="store_true", help="replace a file that exists")
+    parser.add_argument(*flag_spellings("config_file"), required=True, help=_HELP["config_file"])
+    parser.add_argument(*flag_spellings("output_file"), help=_HELP["output_file"])
+    parser.add_argument("--overwrite", action="store_true", help=_HELP["overwrite"])
     return parser
 
 
