@@ -1,1 +1,1 @@
-"""Floor 4: starting a job. A file of this folder with a ``PLUGIN`` is one kind of launch (base.py)."""
+"""Floor 4: starting a job. A file of ``kinds`` with a ``PLUGIN`` is one kind of launch (base.py)."""

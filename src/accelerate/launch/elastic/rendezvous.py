@@ -7,7 +7,6 @@ what meets imports torch: the launcher asks here too.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import platform
 import secrets
@@ -283,7 +282,7 @@ def check_meeting_point(host: str, number: int, *, seconds: float, say: Callable
                 f"machine 0 is this one, but {host} is {', '.join(addresses)}, which is none of its "
                 "addresses; the others must reach it there"
             )
-    elif DEBIAN_OWN_ADDRESS in addresses and not _is_literal(host):
+    elif DEBIAN_OWN_ADDRESS in addresses and host != DEBIAN_OWN_ADDRESS:
         raise LaunchError(
             f"{host} is {DEBIAN_OWN_ADDRESS} on this machine, number {number}: "
             "it would look for machine 0 in itself",
@@ -316,14 +315,6 @@ def _resolve_host(host: str, seconds: float, say: Callable[[str], None]) -> list
         has_announced = True
         time.sleep(RESOLVE_PAUSE)
     return addresses
-
-
-def _is_literal(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 # --- what they have in common
