@@ -83,6 +83,14 @@ def test_values_stand_on_no_command_line(folder: Path, monkeypatch: pytest.Monke
     assert "--allow-run-as-root" not in text
 
 
+def test_what_the_user_has_set_for_communication_is_handed_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Ray too, whose processes start with the variables of Ray's own."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    assert "-x NCCL_SOCKET_IFNAME" in " ".join(planned().commands[0].program)
+
+
 def test_an_uneven_number_is_left_to_mpirun(folder: Path) -> None:
     assert "ppr:" not in " ".join(planned(num_processes="3").commands[0].program)
 

@@ -28,7 +28,7 @@ from accelerate.world.network import DEFAULT_PORT, JOB_PORT_COUNT, ReservedPort
 
 # Variables of this process that the ranks get besides those of the job.
 FORWARDED_VARIABLES = re.compile(
-    r"ACCELERATE_\w+|HF_\w+|TORCH_\w+|GLOO_\w+|PYTHON\w+|OMP_\w+|KMP_\w+|CCL_\w+"
+    r"ACCELERATE_\w+|HF_\w+|TORCH_\w+|GLOO_\w+|NCCL_\w+|PYTHON\w+|OMP_\w+|KMP_\w+|CCL_\w+"
 )
 
 
