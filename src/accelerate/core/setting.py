@@ -304,13 +304,13 @@ def load_settings(
     """
     environment = environ.snapshot() if env is None else env
     rows = declared_settings(cls)
-    section = _ConfigSection(rows, file, file_name, lines or {}) if file else None
+    file_values, file_places = _read_section(rows, file, file_name, lines or {}) if file else ({}, {})
     sources: dict[str, Mapping[str, Any]] = {
         "code": code or {},
         "flag": flags or {},
         "environment": {row.name: environment.get(row.variable) or None for row in rows if row.variable},
         "scheduler": {name: each.value for name, each in (scheduler or {}).items()},
-        "file": section.values() if section else {},
+        "file": file_values,
     }
     values: dict[str, Any] = {}
     origins: dict[str, tuple[SettingOrigin, ...]] = {}
@@ -320,8 +320,8 @@ def load_settings(
         for source, table in sources.items():
             value = table.get(row.name)
             if value is not None:
-                if section and source == "file":
-                    place = section.describe_origin(row)
+                if source == "file":
+                    place = file_places[row.name]
                 elif scheduler and source == "scheduler":
                     place = scheduler[row.name].where
                 else:
@@ -347,41 +347,31 @@ def _suggest_source(row: Setting) -> str:
     )
 
 
-class _ConfigSection:
-    """One section of a configuration file; keys may omit the section's prefix."""
-
-    def __init__(
-        self, rows: Sequence[Setting], table: Mapping[str, Any], file_name: str, lines: Mapping[str, int]
-    ) -> None:
-        self.rows = {row.name: row for row in rows if row.in_file}
-        self.table, self.file_name, self.lines = table, file_name, lines
-        self.section, self.prefix = (rows[0].section, rows[0].prefix) if rows else ("", "")
-        self.keys: dict[str, str] = {}
-        for key in table:
-            self._add_key(key)
-
-    def _add_key(self, key: str) -> None:
-        name = key if key in self.rows else f"{self.prefix}{key}"
-        if name not in self.rows:
-            kind = f"key of {self.section}" if self.section else "key"
-            raise UnknownNameError(kind, str(key), self.rows, where=f"in {self._describe_line(key)}")
-        if name in self.keys:
+def _read_section(
+    rows: Sequence[Setting], table: Mapping[str, Any], file_name: str, lines: Mapping[str, int]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of a section of a file, and the place of each; keys may omit the section's prefix."""
+    known = {row.name: row for row in rows if row.in_file}
+    section, prefix = (rows[0].section, rows[0].prefix) if rows else ("", "")
+    values, places, keys = dict[str, Any](), dict[str, str](), dict[str, str]()
+    for key, value in table.items():
+        line = lines.get(str(key))
+        where = f"{file_name}, line {line}" if line else file_name
+        name = key if key in known else f"{prefix}{key}"
+        if name not in known:
+            raise UnknownNameError(
+                f"key of {section}" if section else "key", str(key), known, where=f"in {where}"
+            )
+        if name in keys:
             raise SettingError(
-                f"{self.file_name} gives {name} twice",
-                why=f"{self.keys[name]!r} and {key!r} are two spellings of it",
+                f"{file_name} gives {name} twice",
+                why=f"{keys[name]!r} and {key!r} are two spellings of it",
                 fix="keep one of them",
             )
-        self.keys[name] = key
-
-    def values(self) -> dict[str, Any]:
-        return {name: self.table[key] for name, key in self.keys.items() if self.table[key] != ""}
-
-    def describe_origin(self, row: Setting) -> str:
-        return f"{self._describe_line(self.keys[row.name])}: {row.path}"
-
-    def _describe_line(self, key: str) -> str:
-        line = self.lines.get(str(key))
-        return f"{self.file_name}, line {line}" if line else self.file_name
+        keys[name], places[name] = key, f"{where}: {known[name].path}"
+        if value != "":
+            values[name] = value
+    return values, places
 
 
 def convert_value(row: Setting, value: Any, where: str, *, text: bool, from_code: bool = False) -> Any:
