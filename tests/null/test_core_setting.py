@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.core.setting import SOURCES, ClusterSchedulerValue, declared_settings, load_settings, setting
+from accelerate.core.setting import SOURCES, SettingOrigin, declared_settings, load_settings, setting
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "code": {"code": {"{name}": 40}},
     "flag": {"flags": {"{name}": "30"}},
     "environment": {"env": {"ACCELERATE_{NAME}": "20"}},
-    "scheduler": {"scheduler": {"{name}": ClusterSchedulerValue("15", "JOB_SPEED")}},
+    "scheduler": {"scheduler": {"{name}": SettingOrigin("scheduler", "JOB_SPEED", "15")}},
     "file": {"file": {"{name}": 10}},
 }
 WINS = {"code": 40, "flag": 30, "environment": 20, "scheduler": 15, "file": 10}

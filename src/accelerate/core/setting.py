@@ -243,19 +243,6 @@ class SettingOrigin:
 
 
 @frozen_dataclass
-class ClusterSchedulerValue:
-    """A value that a scheduler (Slurm, LSF ...) sets in a variable of its own.
-
-    Attributes:
-        value: the value.
-        where: its origin in the user's words, for example the scheduler's variable.
-    """
-
-    value: Any
-    where: str
-
-
-@frozen_dataclass
 class SettingsWithOrigins(Generic[T]):
     """An instance of a settings class and, per field, every origin of a value, the winner first."""
 
@@ -277,7 +264,7 @@ def load_settings(
     code: Mapping[str, Any] | None = None,
     flags: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
-    scheduler: Mapping[str, ClusterSchedulerValue] | None = None,
+    scheduler: Mapping[str, SettingOrigin] | None = None,
     file: Mapping[str, Any] | None = None,
     file_name: str = "the configuration file",
     lines: Mapping[str, int] | None = None,
@@ -291,7 +278,7 @@ def load_settings(
         code: values given in Python, by field name.
         flags: values typed on the command line, by field name (text or typed).
         env: the environment to read; the process's own when None.
-        scheduler: values of a scheduler, by field name.
+        scheduler: values of a scheduler, by field name, each with its variable.
         file: the part of the configuration file that belongs to ``cls`` (its section).
         file_name: how to call that file in errors.
         lines: the line of that file each of these keys stands on, where known.

@@ -22,7 +22,7 @@ from collections.abc import Container, Mapping
 from dataclasses import field
 from typing import Any
 
-from accelerate.core.setting import ClusterSchedulerValue, SettingOrigin
+from accelerate.core.setting import SettingOrigin
 from accelerate.core.value_types import frozen_dataclass
 from accelerate.world import clusters
 from accelerate.world.clusters import ClusterEnvironment
@@ -56,10 +56,10 @@ class JobSchedulerContext:
     nodes: int
     is_rank: bool
     rank_variable: str
-    settings: Mapping[str, ClusterSchedulerValue] = field(default_factory=dict)
+    settings: Mapping[str, SettingOrigin] = field(default_factory=dict)
     default_names: tuple[str, ...] = ()
 
-    def settings_unless_in(self, file: Container[str]) -> dict[str, ClusterSchedulerValue]:
+    def settings_unless_in(self, file: Container[str]) -> dict[str, SettingOrigin]:
         """Return the scheduler's settings, without defaults that the configuration file sets."""
         return {n: value for n, value in self.settings.items() if not (n in self.default_names and n in file)}
 
@@ -151,7 +151,7 @@ def _read_torchrun_nodes(env: Mapping[str, str]) -> JobSchedulerContext:
         "main_process_port": "PET_MASTER_PORT",
     }
     settings = {
-        name: ClusterSchedulerValue(env[variable], variable)
+        name: SettingOrigin("scheduler", variable, env[variable])
         for name, variable in names.items()
         if env.get(variable, "") not in ("", "auto")  # PET_NPROC_PER_NODE=auto is Kubeflow's default
     }
@@ -166,7 +166,9 @@ def _read_cluster(cluster: ClusterEnvironment) -> JobSchedulerContext:
     is_rank = cluster.starts_ranks or size > nodes
     settings, derived = _cluster_settings(cluster, node, nodes)
     if is_rank:
-        settings["num_processes"] = ClusterSchedulerValue(size, cluster.find_variable(cluster.size_names))
+        settings["num_processes"] = SettingOrigin(
+            "scheduler", cluster.find_variable(cluster.size_names), size
+        )
     mark = cluster.find_variable(cluster.rank_names)
     return JobSchedulerContext(
         cluster.name, rank, size, local_rank, local_size, node, nodes, is_rank, mark, settings, derived
@@ -175,28 +177,26 @@ def _read_cluster(cluster: ClusterEnvironment) -> JobSchedulerContext:
 
 def _cluster_settings(
     cluster: ClusterEnvironment, node: int, nodes: int
-) -> tuple[dict[str, ClusterSchedulerValue], tuple[str, ...]]:
+) -> tuple[dict[str, SettingOrigin], tuple[str, ...]]:
     """The settings that follow from a scheduler's words, and the names of those that are derived."""
     machines = cluster.find_variable(
         (*cluster.nodes_names, *clusters.NODES, *cluster.hosts_names, *cluster.size_names)
     )
     machine = cluster.find_variable((*cluster.node_names, *clusters.NODE, *cluster.rank_names))
     settings = {
-        "num_machines": ClusterSchedulerValue(nodes, machines),
-        "machine_rank": ClusterSchedulerValue(node, machine),
+        "num_machines": SettingOrigin("scheduler", machines, nodes),
+        "machine_rank": SettingOrigin("scheduler", machine, node),
     }
     address, port = cluster.address, cluster.port
     if address is not None:
-        settings["main_process_ip"] = ClusterSchedulerValue(
-            address, cluster.find_variable(("MASTER_ADDR", *cluster.hosts_names))
-        )
+        variable = cluster.find_variable(("MASTER_ADDR", *cluster.hosts_names))
+        settings["main_process_ip"] = SettingOrigin("scheduler", variable, address)
     elif nodes == 1:
-        settings["main_process_ip"] = ClusterSchedulerValue(LOOPBACK, machines)
+        settings["main_process_ip"] = SettingOrigin("scheduler", machines, LOOPBACK)
     if port is None:
         return settings, ()
-    settings["main_process_port"] = ClusterSchedulerValue(
-        port, cluster.find_variable(("MASTER_PORT", *cluster.job_names))
-    )
+    variable = cluster.find_variable(("MASTER_PORT", *cluster.job_names))
+    settings["main_process_port"] = SettingOrigin("scheduler", variable, port)
     return settings, () if cluster.env.get("MASTER_PORT") else ("main_process_port",)
 
 
