@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
-from accelerate.core.value_types import frozen_dataclass
 from accelerate.launch.rank_reports import ProcessSpec
 from accelerate.launch.supervisor import GuardProcess, WorkerSupervisor
 
@@ -27,28 +26,16 @@ PROGRAM = str(Path(__file__).with_name("fork_server.py"))
 _RUNNING_TEST = "PYTEST_CURRENT_TEST"
 
 
-@frozen_dataclass
-class ServerKey:
-    """The state that a fork server has from its start: ranks with another need another server.
+class ForkServer:
+    """A fork server, as its client sees it. Ranks with another environment or path need another one.
 
-    Attributes:
+    Args:
         env: its variables, without those that tell a rank of its job.
         path: where modules are found.
     """
 
-    env: dict[str, str]
-    path: tuple[str, ...]
-
-
-class ForkServer:
-    """A fork server, as its client sees it.
-
-    Args:
-        key: what it starts with.
-    """
-
-    def __init__(self, key: ServerKey) -> None:
-        self.key = key
+    def __init__(self, env: dict[str, str], path: tuple[str, ...]) -> None:
+        self.env, self.path = env, path
         self.exit_codes: dict[int, int | None] = {}  # of each rank that it has started; None while it runs
         self._lock = threading.Lock()
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -57,14 +44,14 @@ class ForkServer:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, PROGRAM, str(theirs.fileno())],
-                env=key.env,
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        self.connection.send(json.dumps(key.path).encode())
+        self.connection.send(json.dumps(path).encode())
 
     def start(self, request_file: Path, streams: Sequence[int]) -> int:
         """Let it start a rank and return the process number.
@@ -145,14 +132,14 @@ def request_server(env: dict[str, str], job_variables: Collection[str]) -> ForkS
     }
     # The server asks for no device: a driver that has been asked for its devices does not survive a fork.
     path = tuple(place for place in sys.path if isinstance(place, str))  # Python takes no notice of others
-    key = ServerKey({**fixed, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}, path)
+    fixed["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with _server_lock:
-        if _server is not None and (_server.key != key or _server.has_ended()):
+        if _server is not None and ((_server.env, _server.path) != (fixed, path) or _server.has_ended()):
             if not _server.is_busy():  # else another thread launches with it; it ends when it is idle
                 _server.close()
             _server = None
         if _server is None:
-            _server = ForkServer(key)
+            _server = ForkServer(fixed, path)
         return _server
 
 
