@@ -105,8 +105,9 @@ def test_an_origin_names_its_place_in_the_users_words() -> None:
     assert loaded.origin("speed").where == "the environment variable ACCELERATE_SPEED"
     assert loaded.origin("ratio").where == "job.yaml, line 7: ratio"
     assert loaded.origin("kind").where == "job.yaml: kind"
-    assert str(loaded.origin("speed")) == "3 from the environment variable ACCELERATE_SPEED"
-    assert str(loaded.origin("hidden")) == "0 (default)"
+    speed, hidden = loaded.origin("speed"), loaded.origin("hidden")
+    assert (speed.value, speed.where) == (3, "the environment variable ACCELERATE_SPEED")
+    assert (hidden.value, hidden.source) == (0, "default")
 
 
 # ---------------------------------------------------------------- what is derived

@@ -238,9 +238,6 @@ class SettingOrigin:
     where: str
     value: Any
 
-    def __str__(self) -> str:
-        return f"{self.value!r} from {self.where}" if self.where else f"{self.value!r} ({self.source})"
-
 
 @frozen_dataclass
 class SettingsWithOrigins(Generic[T]):
