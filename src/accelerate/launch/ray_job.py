@@ -30,19 +30,10 @@ from accelerate.launch.kinds.mpi import FORWARDED_VARIABLES
 from accelerate.launch.logs import OutputSink
 from accelerate.launch.notebook import payload
 from accelerate.launch.notebook.function_launcher import error_to_raise, read_results
-from accelerate.launch.notebook.launchers import (
-    check_call,
-    check_numbers,
-    precision_variables,
-    refuse_nested,
-)
+from accelerate.launch.notebook.launchers import check_call, check_numbers, precision_variables, refuse_nested
 from accelerate.launch.rank_reports import JobOutcome, ProcessExit
 from accelerate.launch.ray_worker import Message, RayWorker
-from accelerate.launch.supervisor import (
-    FORWARDED_SIGNALS,
-    STOP_SIGNALS,
-    SignalAndChildExitWaiter,
-)
+from accelerate.launch.supervisor import FORWARDED_SIGNALS, STOP_SIGNALS, SignalAndChildExitWaiter
 
 POLL_SECONDS = 0.1  # seconds between looks for signals
 QUIET_WAIT_SECONDS = 10.0  # seconds of waiting for Ray before it is said

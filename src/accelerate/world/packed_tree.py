@@ -21,11 +21,7 @@ from accelerate.core.errors import CollectiveError, PrepareError, warn_user
 from accelerate.world import control_channel
 from accelerate.world import world as worlds
 from accelerate.world.call_site import find_call_site
-from accelerate.world.control_channel import (
-    NOT_ON_HOST,
-    GatheredControlMessages,
-    align,
-)
+from accelerate.world.control_channel import NOT_ON_HOST, GatheredControlMessages, align
 from accelerate.world.deferred_agreement import DeferredAgreement, is_deferrable
 from accelerate.world.local_tensor_trees import unsupported_leaf_error
 from accelerate.world.rank_failure_report import find_difference, rank_table

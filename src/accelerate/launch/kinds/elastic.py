@@ -12,11 +12,7 @@ from accelerate.core.value_types import Index, PositiveNumber, frozen_dataclass
 from accelerate.device import DeviceProbeHost
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables, print_line
 from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices, unused_type
-from accelerate.launch.kinds.local import (
-    script_command,
-    shared_variables,
-    torchrun_variables,
-)
+from accelerate.launch.kinds.local import script_command, shared_variables, torchrun_variables
 from accelerate.launch.launch_request import MULTI_MACHINE, LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 

@@ -32,10 +32,7 @@ from accelerate.launch.launcher import record_variables
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.notebook import payload
 from accelerate.launch.notebook.fork_server_client import ForkServerSupervisor
-from accelerate.launch.notebook.function_ranks import (
-    ForkedRankSpec,
-    ForkSupervisor,
-)
+from accelerate.launch.notebook.function_ranks import ForkedRankSpec, ForkSupervisor
 from accelerate.launch.rank_reports import JobOutcome, ProcessSpec
 from accelerate.launch.supervisor import WorkerSupervisor
 from accelerate.world.network import LOOPBACK, reserve_port

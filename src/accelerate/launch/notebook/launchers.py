@@ -16,11 +16,7 @@ from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
 from accelerate.core.setting import load_settings
 from accelerate.core.value_types import Count, Index, LocalCount, PositiveNumber, convert_to, wrong_value
 from accelerate.device import Device, DeviceProbeHost, count_cores
-from accelerate.launch.notebook.function_launcher import (
-    FunctionError,
-    FunctionLauncher,
-    call_on_machines,
-)
+from accelerate.launch.notebook.function_launcher import FunctionError, FunctionLauncher, call_on_machines
 from accelerate.launch.notebook.payload import find_shell
 from accelerate.precision import PRECISIONS
 
