@@ -235,12 +235,8 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
 
     def reached_params(self, loss: torch.Tensor) -> set[torch.Tensor]:
         """Return also the sharded parameters of the unsharded ones that the graph reaches."""
-        from accelerate.strategy.sharding.grads import fsdp_params, unsharded_param
-
         leaves = graph_leaves(loss)
-        return leaves | {
-            p for p, fsdp_param in fsdp_params(self.models).items() if unsharded_param(fsdp_param) in leaves
-        }
+        return leaves | {p for whole, p in self._sharded_by_unsharded().items() if whole in leaves}
 
     def backward_zero(self, zero: ZeroBackward) -> None:
         """Run the whole backward with zero gradients: other ranks wait for each of its collectives.
@@ -248,12 +244,8 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
         Raises:
             PrepareError: there are parameters that the program has sharded.
         """
-        from accelerate.strategy.sharding.grads import fsdp_params, unsharded_param
-
         self._refuse_program_sharded(zero.parameters)
-
-        unsharded = [unsharded_param(each) for each in fsdp_params(self.models).values()]
-        run_with_zero_gradients([each for each in unsharded if each is not None], zero.loss.backward)
+        run_with_zero_gradients(self._sharded_by_unsharded(), zero.loss.backward)
 
     def clip_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
