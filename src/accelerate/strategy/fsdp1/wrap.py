@@ -32,8 +32,8 @@ from accelerate.strategy.sharding.fsdp_unit_plan import (
 )
 from accelerate.strategy.sharding.initial_weights import (
     is_unwritten,
+    materialize_modules,
     refuse_uninitialized,
-    run_param_init_fn,
 )
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 from accelerate.world import collective
@@ -288,23 +288,9 @@ class FSDP1Wrapper:
         Returns:
             the (module, name) pairs of the tensors that ``initialize`` left without values.
         """
-        unwritten: set[int] = set()
-        for module in modules:
-            empty, fresh = False, list[torch.Tensor]()
-            tables: Any = (module._parameters, module._buffers)
-            for table in tables:
-                for name, old in table.items():
-                    if old is None:
-                        continue
-                    empty = empty or old.is_meta
-                    if old not in materialized:
-                        materialized[old] = layout.materialize(old, self.device)
-                        if old.is_meta:
-                            fresh.append(materialized[old])
-                    table[name] = materialized[old]
-            if empty and initialize is not None:
-                unwritten.update(map(id, run_param_init_fn(initialize, module, fresh)))
-        tables = [(m, table) for m in modules for table in (m._parameters, m._buffers)]
+        make = partial(layout.materialize, device=self.device)
+        left = materialize_modules(modules, (materialized, materialized), make, initialize)
+        tables: Any = [(m, table) for m in modules for table in (m._parameters, m._buffers)]
         tensors = {
             id(t): t
             for _, table in tables
@@ -315,7 +301,7 @@ class FSDP1Wrapper:
             for tensor in tensors.values():
                 broadcast_over_mesh(tensor.data, self.mesh)
         # Rank 0 may have written what this rank has not.
-        unwritten = {key for key in unwritten if key in tensors and is_unwritten(tensors[key])}
+        unwritten = {id(t) for t in left if id(t) in tensors and is_unwritten(t)}
         if not self.plugin.sync_module_states:
             _check_equal_weights(t for key, t in tensors.items() if key not in unwritten)
         return [(m, name) for m, table in tables for name, t in table.items() if id(t) in unwritten]

@@ -45,7 +45,7 @@ from accelerate.strategy.sharding.initial_weights import (
     InitialWeightsInfo,
     find_unlike_leader,
     is_unwritten,
-    run_param_init_fn,
+    materialize_modules,
     weight_marks,
 )
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
@@ -133,14 +133,14 @@ class Sharder:
         root_reshard = {} if plugin.reshard_after_forward else reshard
         done: set[nn.Module] = set()
         buffers: Any = WeakIdKeyDictionary()
+        make: Any = partial(values.materialize, layout) if values.sources else layout.materialize
+        make = partial(make, device=self.device)
         for part in (*layout.norms, *layout.blocks, model):
             modules = [module for module in part.modules() if module not in done]
             done.update(modules)
             before = {(m, n): p for m in modules for n, p in m._parameters.items() if p is not None}
             # A parameter has all of its places in one unit; unsharded ones are freed with the unit.
-            unwritten = self._materialize(
-                modules, layout, (WeakIdKeyDictionary(), buffers), initialize, values
-            )
+            unwritten = materialize_modules(modules, (WeakIdKeyDictionary(), buffers), make, initialize)
             self._broadcast_values(modules, values, layout.ignored)
             # The tables and names of the tensors that the broadcast did not fill either.
             left = {id(tensor) for tensor in unwritten if is_unwritten(tensor)}
@@ -170,44 +170,6 @@ class Sharder:
         self._finish(model, replaced, layout.upcast)
         if values.sources or initialize is not None:
             values.guard_forward(model)
-
-    def _materialize(
-        self,
-        modules: list[nn.Module],
-        layout: FSDPShardingPlan,
-        materialized: tuple[Any, Any],
-        initialize: InitFunction | None,
-        values: InitialWeights,
-    ) -> list[torch.Tensor]:
-        """Materialize a unit on the device, in its stored dtype; a tied tensor stays one.
-
-        Meta tensors get memory. Some devices cannot swap a tensor's data: a new tensor replaces it, which
-        ``materialized`` keeps by the old one.
-
-        Returns:
-            the tensors that ``initialize`` left without values.
-        """
-        unwritten: list[torch.Tensor] = []
-        for module in modules:
-            empty, fresh = False, list[torch.Tensor]()
-            for table, replacements in zip((module._parameters, module._buffers), materialized, strict=True):
-                for name, old in table.items():
-                    if old is None:
-                        continue
-                    empty = empty or old.is_meta
-                    if old not in replacements:
-                        stand_in = None
-                        if old in values.sources:
-                            stand_in = values.make_placeholder(old, layout, self.device)
-                        replacements[old] = (
-                            layout.materialize(old, self.device) if stand_in is None else stand_in
-                        )
-                        if old.is_meta:
-                            fresh.append(replacements[old])
-                    table[name] = replacements[old]
-            if empty and initialize is not None:
-                unwritten += run_param_init_fn(initialize, module, fresh)
-        return unwritten
 
     def _broadcast_values(
         self, modules: list[nn.Module], values: InitialWeights, ignored: set[nn.Parameter]

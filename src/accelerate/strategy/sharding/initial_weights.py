@@ -139,6 +139,43 @@ def find_unlike_leader(every: Sequence[InitialWeightsInfo]) -> int | None:
     return None
 
 
+def materialize_modules(
+    modules: Iterable[nn.Module],
+    materialized: tuple[Any, Any],
+    make: Callable[[torch.Tensor], torch.Tensor],
+    param_init_fn: Callable[[nn.Module], Any] | None,
+) -> list[torch.Tensor]:
+    """Give modules new tensors, and ``param_init_fn`` those that have tensors on the meta device.
+
+    Some devices cannot swap a tensor's data. A tied tensor stays one.
+
+    Args:
+        modules: the modules.
+        materialized: gets the new parameters, and the new buffers, by the old ones.
+        make: returns the new tensor of an old one.
+        param_init_fn: fills the parameters and buffers of one module.
+
+    Returns:
+        the tensors that ``param_init_fn`` left without values.
+    """
+    unwritten: list[torch.Tensor] = []
+    for module in modules:
+        empty, fresh = False, list[torch.Tensor]()
+        for table, replacements in zip((module._parameters, module._buffers), materialized, strict=True):
+            for name, old in table.items():
+                if old is None:
+                    continue
+                empty = empty or old.is_meta
+                if old not in replacements:
+                    replacements[old] = make(old)
+                    if old.is_meta:
+                        fresh.append(replacements[old])
+                table[name] = replacements[old]
+        if empty and param_init_fn is not None:
+            unwritten += run_param_init_fn(param_init_fn, module, fresh)
+    return unwritten
+
+
 def run_param_init_fn(
     param_init_fn: Callable[[nn.Module], Any], module: nn.Module, fresh: Iterable[torch.Tensor]
 ) -> list[torch.Tensor]:
@@ -252,19 +289,17 @@ class InitialWeights:
             return "sent"
         return "later" if self.sources[tensor] is None else "here"
 
-    def make_placeholder(
-        self, old: torch.Tensor, layout: FSDPShardingPlan, device: torch.device
-    ) -> torch.Tensor | None:
-        """Return a placeholder for a tensor of ``sources``; None for one that its own memory does for.
+    def materialize(self, layout: FSDPShardingPlan, old: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a tensor with memory on the device, in its stored dtype; of ``sources`` a placeholder.
 
         Args:
-            old: the tensor.
             layout: how the model is sharded.
+            old: the tensor.
             device: where this rank computes.
         """
         whole = old in layout.ignored or not isinstance(old, nn.Parameter)
-        if whole and self.sources[old] is not None:
-            return None
+        if old not in self.sources or (whole and self.sources[old] is not None):
+            return layout.materialize(old, device)
         like: Any = old.detach()
         make = torch.zeros_like if whole else torch.empty_like
         dtype, place = layout.storage_dtype(old), device if whole else "meta"
