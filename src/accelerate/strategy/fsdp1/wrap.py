@@ -26,9 +26,8 @@ from accelerate.strategy.sharding.activation_checkpointing import checkpoint_act
 from accelerate.strategy.sharding.fsdp2_sharder import broadcast_over_mesh, has_hooks
 from accelerate.strategy.sharding.fsdp_unit_plan import (
     FSDPShardingPlan,
-    model_digest,
+    exchange_digests,
     plan_layout,
-    unequal_models_error,
 )
 from accelerate.strategy.sharding.initial_weights import (
     is_unwritten,
@@ -349,19 +348,14 @@ def _check_models_agree(model: nn.Module, initialize: InitFunction | None) -> In
     Raises:
         PrepareError: on all ranks.
     """
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    empty = next((name for name, tensor in tensors if tensor.is_meta), "")
-    infos = collective.all_gather_object((model_digest(model), empty), "prepare(model)")
-    other = [rank for rank, info in enumerate(infos) if info[0] != infos[0][0]]
-    if other:
-        raise unequal_models_error(model, other[0], 0)
-    if infos[0][1] and initialize is None:
+    empty = exchange_digests(model)[0]
+    if empty and initialize is None:
         raise PrepareError(
-            f"{infos[0][1]} is on the meta device, on rank 0 too",
+            f"{empty} is on the meta device, on rank 0 too",
             why="all ranks get shards of the weights of rank 0",
             fix="load the weights on rank 0, or give the plugin a param_init_fn",
         )
-    return initialize if infos[0][1] else None
+    return initialize if empty else None
 
 
 def _parent_modules(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:

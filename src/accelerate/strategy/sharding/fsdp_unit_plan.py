@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from accelerate.core.errors import PrepareError, SettingError, list_first
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
+from accelerate.world import collective
 
 # They have no forward of their own before which their parameters could be all-gathered.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -365,6 +366,24 @@ def model_digest(model: nn.Module) -> str:
     rows = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     rows += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
     return hashlib.sha256(repr(rows).encode()).hexdigest()
+
+
+def exchange_digests(model: nn.Module) -> list[str]:
+    """Refuse models that differ between ranks by more than their values.
+
+    Returns:
+        of each rank the name of a tensor without values; empty where there is none.
+
+    Raises:
+        PrepareError: on all ranks.
+    """
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    empty = next((name for name, tensor in tensors if tensor.is_meta), "")
+    infos = collective.all_gather_object((model_digest(model), empty), "prepare(model)")
+    other = [rank for rank, (digest, _) in enumerate(infos) if digest != infos[0][0]]
+    if other:
+        raise unequal_models_error(model, other[0], 0)
+    return [empty for _, empty in infos]
 
 
 def unequal_models_error(model: nn.Module, rank: int, first: int) -> PrepareError:

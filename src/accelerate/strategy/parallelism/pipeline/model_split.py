@@ -12,8 +12,7 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError, UnknownNameError
 from accelerate.stages import split
-from accelerate.strategy.sharding.fsdp_unit_plan import model_digest, unequal_models_error
-from accelerate.world import collective
+from accelerate.strategy.sharding.fsdp_unit_plan import exchange_digests
 
 
 @dataclass(frozen=True)
@@ -177,21 +176,16 @@ def check_same_model(model: nn.Module) -> list[bool]:
     Raises:
         PrepareError: on all ranks.
     """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    empty = next((name for name, tensor in tensors if tensor.is_meta), "")
-    digests = collective.all_gather_object((model_digest(model), empty), "prepare(model)")
-    if len(digests) == 1:
+    empty_names = exchange_digests(model)
+    if len(empty_names) == 1:
         return []
-    other = [rank for rank, digest in enumerate(digests) if digest[0] != digests[0][0]]
-    if other:
-        raise unequal_models_error(model, other[0], 0)
-    if digests[0][1]:
+    if empty_names[0]:
         raise PrepareError(
-            f"{digests[0][1]} is on the meta device, on rank 0 too",
+            f"{empty_names[0]} is on the meta device, on rank 0 too",
             why="the weights of rank 0 are those that the stages begin with",
             fix="load the weights on rank 0",
         )
-    return [not empty for _, empty in digests]
+    return [not name for name in empty_names]
 
 
 @torch.no_grad()
