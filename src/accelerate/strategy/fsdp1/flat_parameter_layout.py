@@ -80,6 +80,11 @@ class FlatParam:
         """True if the user's parameters stay (``use_orig_params``)."""
         return self.handle._use_orig_params
 
+    def kept_params(self) -> Iterator[tuple[torch.Tensor, FlatSlot]]:
+        """Yield the user's parameters that stay, with their places."""
+        if self.uses_orig_params:
+            yield from zip(self.parameters, self.slots, strict=True)
+
     def local_range(self, slot: FlatSlot) -> tuple[int, int]:
         """Return (first, last + 1) of the elements of a parameter on this rank, counted in the parameter."""
         low = max(slot.start, self.first) - slot.start

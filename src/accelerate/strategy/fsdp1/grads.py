@@ -23,13 +23,11 @@ def optimizer_parameters(wrapped_model: FSDP1WrappedModel) -> list[torch.Tensor]
     return list(parameters)
 
 
-def local_gradients(
-    wrapped_models: Iterable[FSDP1WrappedModel], wanted: Iterable[torch.Tensor]
-) -> list[torch.Tensor]:
+def local_gradients(flat_params: Iterable[FlatParam], wanted: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the gradients accumulated on this rank for ``wanted``; in-place changes take effect."""
     left = dict.fromkeys(wanted)
     gradients: list[torch.Tensor] = []
-    for unit in (unit for wrapped_model in wrapped_models for unit in wrapped_model.flat_params):
+    for unit in flat_params:
         parameters = unit.parameters
         hit = [p in left for p in parameters]
         if not any(hit):
@@ -104,10 +102,10 @@ def load_gradients(wrapped_model: FSDP1WrappedModel, gradients: Mapping[str, tor
             parameter.grad = distribute(whole, parameter) if isinstance(parameter, DTensor) else whole
 
 
-def clear_gradients(wrapped_models: Iterable[FSDP1WrappedModel], wanted: Iterable[torch.Tensor]) -> None:
+def clear_gradients(flat_params: Iterable[FlatParam], wanted: Iterable[torch.Tensor]) -> None:
     """Clear the gradients of ``wanted``, also unreduced ones that an optimizer does not see."""
     left = set(wanted)
-    for unit in (unit for wrapped_model in wrapped_models for unit in wrapped_model.flat_params):
+    for unit in flat_params:
         parameters = unit.parameters
         if left.issuperset(p for p in parameters if p.requires_grad):
             unit.flat.grad = None
@@ -117,7 +115,7 @@ def clear_gradients(wrapped_models: Iterable[FSDP1WrappedModel], wanted: Iterabl
 
 @torch.no_grad()
 def clip_norm(
-    wrapped_models: Iterable[FSDP1WrappedModel],
+    flat_params: Iterable[FlatParam],
     wanted: Iterable[torch.Tensor],
     limit: float,
     p: float,
@@ -129,13 +127,11 @@ def clip_norm(
     those that have no element of a parameter; the norm is equal on all ranks.
 
     Args:
-        wrapped_models: the wrapped models.
+        flat_params: the flat parameters of all models.
         wanted: the parameters.
         limit, p, device: those of ``clip_sharded_norm``.
     """
-    owner = {
-        param: unit for wrapped_model in wrapped_models for param, unit in wrapped_model.flat_param_of.items()
-    }
+    owner = {p: unit for unit in flat_params for p in unit.parameters}
     cut: list[torch.Tensor] = []
     counted: list[torch.Tensor] = []
     other: list[torch.Tensor] = []
@@ -155,14 +151,6 @@ def clip_norm(
     return clip_sharded_norm(parts, [*cut, *map(local_grad, other)], limit, p, device)
 
 
-def reached_parameters(
-    wrapped_models: Iterable[FSDP1WrappedModel], leaves: set[torch.Tensor]
-) -> set[torch.Tensor]:
+def reached_parameters(flat_params: Iterable[FlatParam], leaves: set[torch.Tensor]) -> set[torch.Tensor]:
     """Return the leaves of a graph, with the parameters in the flat ones among them."""
-    more = (
-        unit.parameters
-        for wrapped_model in wrapped_models
-        for unit in wrapped_model.flat_params
-        if unit.flat in leaves
-    )
-    return leaves.union(*more)
+    return leaves.union(*(unit.parameters for unit in flat_params if unit.flat in leaves))

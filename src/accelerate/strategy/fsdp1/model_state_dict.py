@@ -37,8 +37,6 @@ class FSDP1WrappedModel:
         flat_params: the flat parameters.
         order: the position of each name in the model's state dict, as it was before.
         formats: the dtypes of its buffers then.
-        flat_param_of: the flat parameter of each parameter that an optimizer holds.
-        slot_of: the slot of each stand-in, and of each user's parameter that stays.
         flat_param_in: the flat parameter with the parameters of each module of the user.
     """
 
@@ -50,8 +48,6 @@ class FSDP1WrappedModel:
         for prefix, module in walk_modules(self.module):
             names.setdefault((module, ""), []).append(prefix)
         self.flat_params: list[FlatParam] = []
-        self.flat_param_of: dict[torch.Tensor, FlatParam] = {}
-        self.slot_of: dict[torch.Tensor, FlatSlot] = {}
         self.flat_param_in: dict[nn.Module, FlatParam] = {}
         for unit in flat_params(root):
             self.flat_params.append(unit)
@@ -60,10 +56,6 @@ class FSDP1WrappedModel:
                 called = [f"{prefix}{name}" for module, name in pairs for prefix in names[module, ""]]
                 called.sort(key=self._name_rank)
                 unit.slots.append(FlatSlot(tuple(called), start, shape, self._stand_in(unit, shape)))
-            self.flat_param_of.update(dict.fromkeys(unit.parameters, unit))
-            if unit.uses_orig_params:
-                self.slot_of.update(zip(unit.parameters, unit.slots, strict=True))
-            self.slot_of.update({slot.stand_in: slot for slot in unit.slots})
 
     def _name_rank(self, name: str) -> int:
         return self.order.get(name, len(self.order))

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from accelerate.core.errors import PrepareError, warn_user
 from accelerate.strategy.fsdp1.flat_parameter_layout import FlatParam, FlatSlot
-from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel, TakeValue, as_distributed
+from accelerate.strategy.fsdp1.model_state_dict import TakeValue, as_distributed
 from accelerate.strategy.sharding.full_state import distribute, gather_whole
 from accelerate.world import collective
 
@@ -46,19 +46,19 @@ class FSDP1Optimizer:
 
     Args:
         optimizer: the user's own.
-        records: the wrapped models.
+        flat_params: the flat parameters of all models.
         order: the user's order, where flat parameters replace several.
     """
 
     def __init__(
-        self, optimizer: Optimizer, wrapped_models: Iterable[FSDP1WrappedModel], order: ParamOrder = ()
+        self, optimizer: Optimizer, flat_params: Sequence[FlatParam], order: ParamOrder = ()
     ) -> None:
-        self.optimizer, self.wrapped_models = optimizer, list(wrapped_models)
-        self.flat_params = [
-            unit for wrapped_model in self.wrapped_models for unit in wrapped_model.flat_params
-        ]
+        self.optimizer, self.flat_params = optimizer, flat_params
         self.groups: list[list[OptimizerParam]] = []
-        self._slots = {id(slot.stand_in): (unit, slot) for unit in self.flat_params for slot in unit.slots}
+        # By stand-in, and by parameter that an optimizer holds.
+        self._slots = {id(slot.stand_in): (unit, slot) for unit in flat_params for slot in unit.slots}
+        self._slots |= {id(p): (unit, slot) for unit in flat_params for p, slot in unit.kept_params()}
+        self._units = {id(unit.flat): unit for unit in flat_params}
         for number, group in enumerate(optimizer.param_groups):
             pairs = order[number] if number < len(order) else [(param, None) for param in group["params"]]
             self.groups.append(
@@ -66,21 +66,18 @@ class FSDP1Optimizer:
             )
         self.entries = [entry for group in self.groups for entry in group]
         # By the number of each flat parameter: the user's parameters in it, with their numbers.
-        self._members: list[list[tuple[int, FlatSlot]]] = [[] for _ in self.flat_params]
-        self._places = {id(unit): place for place, unit in enumerate(self.flat_params)}
+        self._members: list[list[tuple[int, FlatSlot]]] = [[] for _ in flat_params]
+        self._places = {id(unit): place for place, unit in enumerate(flat_params)}
         for number, entry in enumerate(self.entries):
             if entry.slot is not None:
                 self._members[self._places[id(entry.unit)]].append((number, entry.slot))
 
     def _entries(self, param: torch.Tensor, stand_in: torch.Tensor | None) -> list[OptimizerParam]:
-        if stand_in is not None:
-            return [OptimizerParam(param, *self._slots[id(stand_in)])]
-        wrapped_model = next((r for r in self.wrapped_models if param in r.flat_param_of), None)
-        if wrapped_model is None:
-            return [OptimizerParam(param)]
-        unit = wrapped_model.flat_param_of[param]
-        slots = [wrapped_model.slot_of[param]] if unit.uses_orig_params else unit.slots
-        return [OptimizerParam(param, unit, slot) for slot in slots]
+        unit = self._units.get(id(param)) if stand_in is None else None
+        if unit is not None:
+            return [OptimizerParam(param, unit, slot) for slot in unit.slots]
+        unit, slot = self._slots.get(id(param if stand_in is None else stand_in), (None, None))
+        return [OptimizerParam(param, unit, slot)]
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups with the numbers of the user's parameters."""
@@ -334,7 +331,7 @@ def check_param_groups(optimizer: Optimizer, parts: Iterable[Sequence[torch.Tens
 def remap_optimizer(
     optimizer: Optimizer,
     renewed: Mapping[Any, tuple[Any, Any]],
-    wrapped_models: Sequence[FSDP1WrappedModel],
+    flat_params: Sequence[FlatParam],
     orders: MutableMapping[Any, ParamOrder],
     *,
     sync: bool,
@@ -344,11 +341,11 @@ def remap_optimizer(
     Args:
         optimizer: the user's own.
         renewed: (new parameter, stand-in or None) by the old ones.
-        wrapped_models: the wrapped models.
+        flat_params: the flat parameters of all models.
         orders: keeps the user's order, where flat parameters replace several.
         sync: whether its state becomes that of rank 0.
     """
-    state = optimizer.state_dict() if _has_stale_state(optimizer, renewed, wrapped_models) else None
+    state = optimizer.state_dict() if _has_stale_state(optimizer, renewed, flat_params) else None
     _replace_params(optimizer, renewed, orders)
     if state is None:
         return
@@ -356,22 +353,19 @@ def remap_optimizer(
         for value in values.values():
             if isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor):
                 dist.broadcast(value, src=0)
-    FSDP1Optimizer(optimizer, wrapped_models, orders.get(optimizer, ())).load_state(state)
+    FSDP1Optimizer(optimizer, flat_params, orders.get(optimizer, ())).load_state(state)
 
 
 def _has_stale_state(
-    optimizer: Optimizer, renewed: Mapping[Any, tuple[Any, Any]], wrapped_models: Sequence[FSDP1WrappedModel]
+    optimizer: Optimizer, renewed: Mapping[Any, tuple[Any, Any]], flat_params: Sequence[FlatParam]
 ) -> bool:
     """Return whether it has state for replaced parameters."""
+    shapes = {p: slot.shape for unit in flat_params for p, slot in unit.kept_params()}
     for param, values in getattr(optimizer, "state", {}).items():
         if param in renewed:
             return True
-        wrapped_model = next((r for r in wrapped_models if param in r.slot_of), None)
-        if wrapped_model is None:
-            continue
-        slot = wrapped_model.slot_of[param]
         tensors = [v for v in values.values() if isinstance(v, torch.Tensor)]
-        if any(v.shape == slot.shape and v.shape != param.shape for v in tensors):
+        if any(v.shape == shapes.get(param) and v.shape != param.shape for v in tensors):
             return True
     return False
 

@@ -27,6 +27,7 @@ from accelerate.world import collective
 if TYPE_CHECKING:
     from torch.distributed.fsdp import ShardingStrategy
 
+    from accelerate.strategy.fsdp1.flat_parameter_layout import FlatParam
     from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
     from accelerate.strategy.fsdp1.optimizer_state import FSDP1Optimizer, ParamOrder
     from accelerate.strategy.fsdp1.wrap import FSDP1WrapLayout
@@ -159,7 +160,7 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
         for optimizer in bundle.objects_of("optimizer"):
             inner_optimizer = getattr(optimizer, "optimizer", optimizer)
             remap_optimizer(
-                inner_optimizer, self._replaced_params, self._wrapped_models(), self._orders, sync=sync
+                inner_optimizer, self._replaced_params, self._flat_params(), self._orders, sync=sync
             )
             if (
                 isinstance(inner_optimizer, torch.optim.Optimizer)
@@ -214,18 +215,17 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
 
     def late_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the trained parameters that no flat parameter holds."""
-        units = (unit for wrapped_model in self._wrapped_models() for unit in wrapped_model.flat_params)
-        flat = {p for unit in units for p in unit.parameters}
+        flat = {p for unit in self._flat_params() for p in unit.parameters}
         # A DTensor is reduced by what has sharded it.
         late = (p for p in parameters if p not in flat and not hasattr(p, "device_mesh"))
         return [p for p in late if p.requires_grad and p.grad is not None]
 
-    def _wrapped_models(self) -> list[FSDP1WrappedModel]:
+    def _flat_params(self) -> list[FlatParam]:
+        """Return the flat parameters of all models."""
         from accelerate.strategy.fsdp1.wrap import wrapped_model_of
 
-        return [
-            wrapped_model for wrapped_model in map(wrapped_model_of, self.models) if wrapped_model is not None
-        ]
+        wrapped_models = [each for each in map(wrapped_model_of, self.models) if each is not None]
+        return [unit for each in wrapped_models for unit in each.flat_params]
 
     def _wrapped_model(self, model: nn.Module) -> FSDP1WrappedModel | None:
         """Return the ``FSDP1WrappedModel`` of torch's root wrapper, or of the user's module in one.
@@ -270,7 +270,7 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
         """Return this rank's pieces of gradients, or unsharded gradients that have not been reduced yet."""
         from accelerate.strategy.fsdp1.grads import local_gradients
 
-        return local_gradients(self._wrapped_models(), parameters)
+        return local_gradients(self._flat_params(), parameters)
 
     @property
     def gradient_layout(self) -> str:
@@ -300,7 +300,7 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
         """Return also the user's parameters in the flat parameters that the graph reaches."""
         from accelerate.strategy.fsdp1.grads import reached_parameters
 
-        return reached_parameters(self._wrapped_models(), graph_leaves(loss))
+        return reached_parameters(self._flat_params(), graph_leaves(loss))
 
     def backward_zero(self, zero: ZeroBackward) -> None:
         """Run the whole backward with zero gradients: other ranks wait for each of its collectives.
@@ -309,8 +309,7 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
             PrepareError: there are parameters that the program has sharded.
         """
         self._refuse_program_sharded(zero.parameters)
-        units = (unit for wrapped_model in self._wrapped_models() for unit in wrapped_model.flat_params)
-        run_with_zero_gradients([unit.flat for unit in units], zero.loss.backward)
+        run_with_zero_gradients([unit.flat for unit in self._flat_params()], zero.loss.backward)
 
     def clip_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
@@ -318,7 +317,7 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
         """Clip by the global norm, with one all-reduce of one number."""
         from accelerate.strategy.fsdp1.grads import clip_norm
 
-        return clip_norm(self._wrapped_models(), parameters, max_norm, float(norm_type), self.world.device)
+        return clip_norm(self._flat_params(), parameters, max_norm, float(norm_type), self.world.device)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
         """Clear gradients, also unreduced ones."""
@@ -326,7 +325,7 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
             from accelerate.strategy.fsdp1.grads import clear_gradients
 
             clear_gradients(
-                self._wrapped_models(), (p for group in optimizer.param_groups for p in group["params"])
+                self._flat_params(), (p for group in optimizer.param_groups for p in group["params"])
             )
         zero()
 
@@ -357,7 +356,7 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
     def _wrapped_optimizer(self, optimizer: torch.optim.Optimizer) -> FSDP1Optimizer:
         from accelerate.strategy.fsdp1.optimizer_state import FSDP1Optimizer
 
-        return FSDP1Optimizer(optimizer, self._wrapped_models(), self._orders.get(optimizer, ()))
+        return FSDP1Optimizer(optimizer, self._flat_params(), self._orders.get(optimizer, ()))
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the gathered state dict, on the host of rank 0; other ranks get nothing. Collective."""
