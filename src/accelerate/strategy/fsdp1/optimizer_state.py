@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from accelerate.core.errors import PrepareError, warn_user
 from accelerate.strategy.fsdp1.flat_parameter_layout import FlatParam, FlatSlot
 from accelerate.strategy.fsdp1.model_state_dict import TakeValue, as_distributed
-from accelerate.strategy.sharding.full_state import distribute, gather_whole
+from accelerate.strategy.sharding.full_state import distribute, gather_whole, saved_numbers
 from accelerate.world import collective
 
 # Optimizers that compute with whole parameters, by the names of their classes; pieces of one dimension are
@@ -173,11 +173,7 @@ class FSDP1Optimizer:
             PrepareError: it is of another number of parameters.
         """
         entries = self.entries
-        saved = [index for group in state["param_groups"] for index in group["params"]]
-        if len(saved) != len(entries):
-            raise PrepareError(
-                f"the state is of an optimizer of {len(saved)} parameters, and this one has {len(entries)}"
-            )
+        saved = saved_numbers(state, len(entries))
         numbers = {
             id(p): n for n, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])
         }

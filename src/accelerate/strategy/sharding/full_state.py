@@ -248,6 +248,20 @@ def optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     return {**local_state, "state": states} if keep else {}
 
 
+def saved_numbers(state: Mapping[str, Any], count: int) -> list[Any]:
+    """Return the numbers of the parameters in the state of an optimizer of ``count`` parameters.
+
+    Raises:
+        PrepareError: it is of another number of parameters.
+    """
+    saved = [number for group in state["param_groups"] for number in group["params"]]
+    if len(saved) != count:
+        raise PrepareError(
+            f"the state is of an optimizer of {len(saved)} parameters, and this one has {count}"
+        )
+    return saved
+
+
 @torch.no_grad()
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a full state dict that every rank passes; each keeps its shard.
@@ -256,11 +270,7 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         PrepareError: it is of another number of parameters.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    saved = [index for group in state["param_groups"] for index in group["params"]]
-    if len(saved) != len(parameters):
-        raise PrepareError(
-            f"the state is of an optimizer of {len(saved)} parameters, and this one has {len(parameters)}"
-        )
+    saved = saved_numbers(state, len(parameters))
     states: dict[Any, Any] = dict(state["state"])
     for index, parameter in zip(saved, parameters, strict=True):
         if index in states and isinstance(parameter, DTensor):

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from accelerate.core.errors import PrepareError
 from accelerate.strategy.parallelism.pipeline.model_split import FullModelStateNames
+from accelerate.strategy.sharding.full_state import saved_numbers
 from accelerate.world.collective import gather_to_first
 
 
@@ -127,13 +127,7 @@ def select_optimizer_state(
     Raises:
         PrepareError: it is of another number of parameters.
     """
-    saved = [number for group in state["param_groups"] for number in group["params"]]
-    if len(saved) != len(layout.names):
-        raise PrepareError(
-            f"the state is of an optimizer of {len(saved)} parameters, and this one was made for "
-            f"{len(layout.names)}"
-        )
-    numbers = dict(zip(layout.names, saved, strict=True))
+    numbers = dict(zip(layout.names, saved_numbers(state, len(layout.names)), strict=True))
     states: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
     count = 0
