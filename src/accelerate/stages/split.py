@@ -1,7 +1,7 @@
 """Cuts a model into pipeline stages: lists its blocks in order and finds the most even division.
 
 Only names, classes and sizes of a model are read; nothing is run. At the end of the file, values sent between
-stages are flattened into their tensors.
+stages are flattened into their tensors, and batches are cut.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from accelerate.core import tree
@@ -266,3 +267,32 @@ def flatten_tree(value: Any, label: str) -> tuple[Any, list[torch.Tensor]]:
 def unflatten_tree(structure: Any, tensors: Sequence[Any]) -> Any:
     """Return the tree of a structure and a list of tensors."""
     return tree.map_tree(lambda leaf: tensors[leaf] if isinstance(leaf, TensorLeafIndex) else leaf, structure)
+
+
+def batch_size(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the length of dimension 0 of the first tensor that has one.
+
+    Raises:
+        PrepareError: there is none, or it is 0.
+    """
+    size = next((t.shape[0] for t in tensors if t.dim()), 0)
+    if size == 0:
+        raise PrepareError(
+            "a pipeline was called without a batch",
+            why="no tensor among its arguments has a first dimension with something in it",
+            fix="call the model with the tensors of at least one sample",
+        )
+    return size
+
+
+def padded_rows(tensor: torch.Tensor, begin: int, count: int) -> torch.Tensor:
+    """Return rows of a batch, padded beyond its end with the last sample, which is a valid one."""
+    rows = tensor[begin : begin + count]
+    missing = count - rows.shape[0]
+    return torch.cat([rows, tensor[-1:].expand(missing, *tensor.shape[1:])]) if missing else rows
+
+
+def start_transfers(operations: Iterable[dist.P2POp]) -> list[dist.Work]:
+    """Start transfers one by one: those between two processes keep their order."""
+    works = [op.op(op.tensor, op.peer, op.group, op.tag) for op in operations]
+    return [work for work in works if work is not None]

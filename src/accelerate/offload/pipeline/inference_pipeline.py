@@ -191,13 +191,13 @@ class CompleteTransfersStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Receive the inputs of a chunk; nothing is left for the schedule."""
-        for work in _start_transfers(super().get_fwd_recv_ops(fwd_chunk_id)):
+        for work in split.start_transfers(super().get_fwd_recv_ops(fwd_chunk_id)):
             work.wait()
         return []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Begin to send the outputs of a chunk; nothing is left for the schedule."""
-        self._sends += _start_transfers(super().get_fwd_send_ops(fwd_chunk_id))
+        self._sends += split.start_transfers(super().get_fwd_send_ops(fwd_chunk_id))
         return []
 
     def wait_for_sends(self) -> None:
@@ -209,11 +209,6 @@ class CompleteTransfersStage(PipelineStage):
         """Release what the chunks have left; after an error nobody may receive what is under way."""
         self._sends.clear()
         super().clear_runtime_states()
-
-
-def _start_transfers(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
-    works = [op.op(op.tensor, op.peer, op.group, op.tag) for op in operations]
-    return [work for work in works if work is not None]
 
 
 class InferenceSchedule:
@@ -263,7 +258,9 @@ class InferenceSchedule:
         if self.world.rank == 0:
             placed = [tensor.to(self.world.device) for tensor in tensors]
             pairs = list(zip(placed, self.shapes.batched, strict=True))
-            whole = [_pad_batch(tensor, self.rows * self.chunks) for tensor, batched in pairs if batched]
+            whole = [
+                split.padded_rows(tensor, 0, self.rows * self.chunks) for tensor, batched in pairs if batched
+            ]
             self.worker.shared = [tensor for tensor, batched in pairs if not batched]
         try:
             with torch.no_grad():
@@ -307,12 +304,6 @@ class InferenceSchedule:
             why="only values for each sample can be put in a row again",
             fix="compute sums and means over the batch (such as a loss) outside of the model",
         )
-
-
-def _pad_batch(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Pad a batch with copies of its last sample, which is a valid one."""
-    missing = rows - tensor.shape[0]
-    return torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])]) if missing else tensor
 
 
 class InferencePipeline:
@@ -426,13 +417,7 @@ class InferencePipeline:
         Raises:
             PrepareError: no tensor has a first dimension, or it is 0.
         """
-        size = next((t.shape[0] for t in tensors if t.dim()), 0)
-        if size == 0:
-            raise PrepareError(
-                "a pipeline was called without a batch",
-                why="no tensor among its arguments has a first dimension with something in it",
-                fix="call the model with the tensors of at least one sample",
-            )
+        size = split.batch_size(tensors)
         paths = [path for path, leaf in tree.iterate_leaves(form) if isinstance(leaf, TensorLeafIndex)]
         batched = tuple(
             tensor.dim() > 0 and tensor.shape[0] == size and self.shared.get(path) != tensor.shape

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import device as devices
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError
-from accelerate.stages.split import unflatten_tree
+from accelerate.stages.split import padded_rows, unflatten_tree
 from accelerate.strategy.parallelism.pipeline.forward_trace import PipelineForwardTrace
 
 
@@ -40,16 +40,7 @@ class PipelineBatch:
     def chunk(self, number: int) -> tuple[Any, Any, Any]:
         """Return (args, kwargs, {"target": ...}) of one micro-batch."""
         begin, pairs = number * self.rows, zip(self.tensors, self.batched, strict=True)
-        return unflatten_tree(self.form, [_padded_rows(t, begin, self.rows) if b else t for t, b in pairs])
-
-
-def _padded_rows(tensor: torch.Tensor, begin: int, count: int) -> torch.Tensor:
-    """Return rows of a batch, padded beyond its end with the last sample."""
-    rows = tensor[begin : begin + count]
-    missing = count - rows.shape[0]
-    if not missing:
-        return rows
-    return torch.cat([rows, tensor[-1:].expand(missing, *tensor.shape[1:])])
+        return unflatten_tree(self.form, [padded_rows(t, begin, self.rows) if b else t for t, b in pairs])
 
 
 @dataclass

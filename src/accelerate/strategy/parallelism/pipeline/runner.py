@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.stages.split import flatten_tree
+from accelerate.stages.split import batch_size, flatten_tree
 from accelerate.strategy.parallelism.pipeline.forward_trace import (
     BlockOutputKey,
     FakeTensorModel,
@@ -186,7 +186,6 @@ class PipelineParallelRunner:
     def _make_batch(self, args: Any, kwargs: Any, target: Any) -> PipelineBatch:
         goal = {} if target is None else {"target": target}
         form, tensors = flatten_tree((args, kwargs, goal), "the argument ")
-        size = next((t.shape[0] for t in tensors if t.dim()), 0)
         metas = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors]
         description = repr((form, metas, self.model.training, torch.is_grad_enabled(), self._autocast()))
         self._call_check.check(description, tensors)
@@ -197,12 +196,7 @@ class PipelineParallelRunner:
                 "processes and not on the others",
                 fix="make what computes it a part of the model, or give its detach()",
             )
-        if size == 0:
-            raise PrepareError(
-                "a pipeline was called without a batch",
-                why="no tensor among its arguments has a first dimension with something in it",
-                fix="call the model with the tensors of at least one sample",
-            )
+        size = batch_size(tensors)
         placed = [tensor.to(self.device) for tensor in tensors]
         batched = tuple(t.dim() > 0 and t.shape[0] == size for t in tensors)
         return PipelineBatch(form, placed, size, -(-size // self.options.num_microbatches), batched)

@@ -35,7 +35,7 @@ from torch.distributed.pipelining import PipelineStage, _utils
 
 from accelerate.core.errors import PrepareError
 from accelerate.core.torch_internals import accepts, require
-from accelerate.stages.split import flatten_tree, unflatten_tree
+from accelerate.stages.split import flatten_tree, start_transfers, unflatten_tree
 from accelerate.strategy.parallelism.pipeline.forward_trace import (
     BlockOutputKey,
     PipelineForwardTrace,
@@ -325,13 +325,13 @@ class GPipeSchedule:
         ]:
             receives = getattr(stage, f"get_{kind}_recv_ops")(chunk)
             if len(stages) == 1:
-                wait_all(_start_ops(receives))
+                wait_all(start_transfers(receives))
             elif sends or receives:
                 wait_all(dist.batch_isend_irecv([*sends, *receives]))
             compute(stage, chunk)
             sends = getattr(stage, f"get_{kind}_send_ops")(chunk)
             if len(stages) == 1:
-                pending += _start_ops(sends)
+                pending += start_transfers(sends)
         wait_all(pending if len(stages) == 1 or not sends else dist.batch_isend_irecv(sends))
 
 
@@ -343,12 +343,6 @@ def _weighted_sum(
     with torch.enable_grad():
         terms = [(o * g).sum() for o, g in pairs]
         return sum(terms[1:], start=terms[0]) if terms else None
-
-
-def _start_ops(operations: list[dist.P2POp]) -> list[dist.Work]:
-    """Start operations one by one: those between two processes keep their order."""
-    works = [op.op(op.tensor, op.peer, op.group, op.tag) for op in operations]
-    return [work for work in works if work is not None]
 
 
 @waits_for_ranks("a transfer between stages")
