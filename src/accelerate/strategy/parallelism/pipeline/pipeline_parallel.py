@@ -36,9 +36,9 @@ from accelerate.strategy.parallelism.pipeline.state_dicts import (
     UnsplitOptimizerParamGroups,
     gather_model_state,
     gather_optimizer_state,
+    original_groups_of,
     select_model_state,
     select_optimizer_state,
-    wrapped_model_of,
 )
 from accelerate.strategy.parallelism.strategy import MeshDimension
 
@@ -160,7 +160,7 @@ class PipelineParallel(MeshDimension):
         """Remove other stages' parameters, with their state; all models of the bundle are split by now."""
         for optimizer in bundle.objects_of("optimizer"):
             inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
-            if wrapped_model_of(inner) is None:
+            if original_groups_of(inner) is None:
                 inner._pipeline_record = self._optimizer_layout(inner)  # type: ignore[attr-defined]
             for group in inner.param_groups:
                 for parameter in [p for p in group["params"] if p in self._removed_params]:
@@ -169,8 +169,7 @@ class PipelineParallel(MeshDimension):
 
     def _optimizer_layout(self, optimizer: Optimizer) -> UnsplitOptimizerParamGroups:
         everywhere = tuple(range(self.size))
-        cut = (model for model in self.strategy.models if runner_of(model) is not None)
-        made_since = {p for model in cut for p in self.strategy.parameters(model)}
+        made_since = {p for runner in self._runners() for p in self.strategy.parameters(runner.model)}
         groups: list[list[str]] = []
         holders: dict[str, tuple[int, ...]] = {}
         for number, group in enumerate(optimizer.param_groups):
@@ -188,42 +187,37 @@ class PipelineParallel(MeshDimension):
                 holders[name] = param_holders
         return UnsplitOptimizerParamGroups(groups, holders)
 
+    def _runners(self) -> list[PipelineParallelRunner]:
+        """Return the runners of the models that are split."""
+        return [runner for runner in map(runner_of, self.strategy.models) if runner is not None]
+
     # --- states
 
     def gather_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """Gather the states of all stages."""
         runner = runner_of(model)
-        return (
-            state
-            if runner is None
-            else gather_model_state(state, runner.names, self.group, self.world.device)
-        )
+        if runner is None:
+            return state
+        return gather_model_state(state, runner.names, self.group, self.world.device)
 
     def select_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Mapping[str, Any]:
         """Select the state of this stage."""
         runner = runner_of(model)
-        local_state = model.state_dict() if runner is not None else {}
-        return (
-            state if runner is None else select_model_state(state, runner.names, local_state, strict=strict)
-        )
+        if runner is None:
+            return state
+        return select_model_state(state, runner.names, model.state_dict(), strict=strict)
 
     def gather_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Gather the optimizer states of all stages, numbered as in one process."""
-        optimizer_layout = wrapped_model_of(optimizer)
-        return (
-            state
-            if optimizer_layout is None
-            else gather_optimizer_state(state, optimizer_layout, self.group, self.world.device)
-        )
+        layout = original_groups_of(optimizer)
+        if layout is None:
+            return state
+        return gather_optimizer_state(state, layout, self.group, self.world.device)
 
     def select_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Select the state of this stage."""
-        optimizer_layout = wrapped_model_of(optimizer)
-        return (
-            state
-            if optimizer_layout is None
-            else select_optimizer_state(state, optimizer_layout, self.pp_rank)
-        )
+        layout = original_groups_of(optimizer)
+        return state if layout is None else select_optimizer_state(state, layout, self.pp_rank)
 
     def partial_state_names(self, model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
         """Return the names that other stages hold, and the buffers that this one holds first."""
@@ -240,15 +234,14 @@ class PipelineParallel(MeshDimension):
 
     def original_group_names(self, optimizer: Optimizer) -> list[list[str]] | None:
         """Return the group names of an optimizer with the parameters of all stages."""
-        optimizer_layout = wrapped_model_of(optimizer)
-        return None if optimizer_layout is None else optimizer_layout.checkpoint_names()
+        layout = original_groups_of(optimizer)
+        return None if layout is None else layout.checkpoint_names()
 
     # --- the loop
 
     def backward_zero(self, loss: torch.Tensor, run: Callable[[], Any]) -> bool:
         """Run the stages' backward with zero gradients: other stages wait for it."""
-        all_runners = [runner_of(m) for m in self.strategy.models]
-        runners = [runner for runner in all_runners if runner is not None]
+        runners = self._runners()
         for runner in runners:
             runner.zero_gradients = True
         try:
@@ -260,15 +253,12 @@ class PipelineParallel(MeshDimension):
 
     def duplicate_params(self) -> list[torch.Tensor]:
         """Return the weights that an earlier stage holds too, and counts in a norm."""
-        all_runners = [runner_of(model) for model in self.strategy.models]
-        pairs = [
-            (c, shared)
-            for c in all_runners
-            if c is not None
-            for shared in c.shared
+        params = [
+            shared.optimizer_param(runner.model)
+            for runner in self._runners()
+            for shared in runner.shared
             if shared.holders[0] != self.pp_rank
         ]
-        params = [shared.optimizer_param(runner.model) for runner, shared in pairs]
         return [parameter for parameter in params if parameter is not None]
 
 

@@ -140,6 +140,6 @@ def select_optimizer_state(
     return {**state, "state": states, "param_groups": groups}
 
 
-def wrapped_model_of(optimizer: Optimizer) -> UnsplitOptimizerParamGroups | None:
+def original_groups_of(optimizer: Optimizer) -> UnsplitOptimizerParamGroups | None:
     """Return the recorded layout of an optimizer; None for one that no pipeline has pruned."""
     return getattr(optimizer, "_pipeline_record", None)
