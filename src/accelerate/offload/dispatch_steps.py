@@ -27,7 +27,7 @@ from accelerate.offload.dispatch_hook import (
 )
 from accelerate.offload.hooks import attributes_of
 from accelerate.offload.module_input_output import Keys, ModuleInputOutputMover
-from accelerate.offload.module_tensors import has_own_tensors, replace_tensor, with_values
+from accelerate.offload.module_tensors import has_own_tensors, replace_tensor, tensor_slots, with_values
 from accelerate.offload.offload_folder import PrefixedDataset
 from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
@@ -114,12 +114,10 @@ def list_tensor_slots(
     slots: list[DeviceMapTensorSlot] = []
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        for table in (module._parameters, module._buffers):
-            for key, tensor in table.items():
-                if tensor is not None:
-                    home_device = home(prefix + key)
-                    device = home_device if isinstance(home_device, torch.device) else main
-                    slots.append(DeviceMapTensorSlot(prefix + key, module, table, key, home_device, device))
+        for table, key, _ in tensor_slots([module]):
+            home_device = home(prefix + key)
+            device = home_device if isinstance(home_device, torch.device) else main
+            slots.append(DeviceMapTensorSlot(prefix + key, module, table, key, home_device, device))
     return slots
 
 

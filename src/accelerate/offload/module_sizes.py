@@ -164,14 +164,12 @@ def build_module_tree(
     def read(module: nn.Module, name: str) -> ModuleNode:
         prefix = f"{name}." if name else ""
         weights: list[WeightSize] = []
-        for key, value in module._parameters.items():
-            if value is not None:
-                full = prefix + key
-                weights.append(WeightSize(full, size(full, value), ties.get(full, id(value)), False))
-        for key, value in module._buffers.items():
-            if value is not None:
-                full = prefix + key
-                weights.append(WeightSize(full, size(full, value), full, True))
+        for table, is_buffer in ((module._parameters, False), (module._buffers, True)):
+            for key, value in table.items():
+                if value is not None:
+                    full = prefix + key
+                    tie = full if is_buffer else ties.get(full, id(value))
+                    weights.append(WeightSize(full, size(full, value), tie, is_buffer))
         parts = [read(child, prefix + key) for key, child in module._modules.items() if child is not None]
         return ModuleNode(name, type(module).__name__, tuple(weights), tuple(parts))
 
