@@ -27,26 +27,27 @@ class MegatronOpenGradients(OpenGradients):
     """The capability of the strategy ``Megatron`` to save and restore its open gradients."""
 
     if TYPE_CHECKING:  # of the strategy
-        _engines: list[MegatronEngine]
+        _engine: MegatronEngine | None
 
         def _converter(self, model: nn.Module) -> MegatronFullStateConverter: ...
 
     @property
     def has_readable_gradients(self) -> bool:
         """Return False between clipping and the step: the gradients are reduced then, and scaled."""
-        return not any(engine.grads_complete for engine in self._engines)
+        return self._engine is None or not self._engine.grads_complete
 
     @property
     def gradient_layout(self) -> str:
         """Return what decides which gradients a rank holds: the degrees, and what the mean is taken of."""
-        layout, weighs = self._engines[0].layout, self._engines[0].plugin.weighs_tokens
+        assert self._engine is not None
+        layout, weighs = self._engine.layout, self._engine.plugin.weighs_tokens
         degrees = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}"
         return f"{self.name}, {degrees}, mean over {'tokens' if weighs else 'micro-batches'}"
 
     @property
     def micro_batches(self) -> int:
         """Return the number of calls that the open window has had."""
-        return sum(engine.calls for engine in self._engines)
+        return 0 if self._engine is None else self._engine.calls
 
     @torch.no_grad()
     def gradient_pieces(self, model: nn.Module) -> dict[str, list[GradientPiece]]:

@@ -60,9 +60,10 @@ class Megatron(MegatronOpenGradients, EngineStrategy):
 
         plugins = self.selection.plugins(request)
         self.plugin: MegatronLMPlugin = plugins[0] if plugins else MegatronLMPlugin()
-        self._engines: list[MegatronEngine] = []
-        self._converters: dict[int, MegatronFullStateConverter] = {}
-        self._steppers: dict[int, tuple[torch.optim.Optimizer, MegatronOptimizerStepper]] = {}
+        # Of the one model that is prepared.
+        self._engine: MegatronEngine | None = None
+        self._full_state: MegatronFullStateConverter | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
         """Report each requested option as applied, or say why Megatron-LM ignores it."""
@@ -111,7 +112,7 @@ class Megatron(MegatronOpenGradients, EngineStrategy):
 
     def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Build Megatron-LM's model, with the optimizer on it."""
-        models = [model for model in dict.fromkeys(bundle.objects_of("model")) if model not in self._engines]
+        models = [model for model in dict.fromkeys(bundle.objects_of("model")) if model is not self._engine]
         sizes = bundle.batch_sizes(self.layout.dp)
         if sizes and (models or not hasattr(self.plugin, "global_batch_size")):
             micro_batch = (min if self.plugin.is_train_batch_min else max)(sizes)
@@ -124,7 +125,7 @@ class Megatron(MegatronOpenGradients, EngineStrategy):
             return
         from accelerate.strategy.megatron.model_families import model_family
 
-        if len(models) + len(self._engines) > 1:
+        if len(models) > 1 or self._engine is not None:
             raise PrepareError(
                 "several models for Megatron-LM",
                 why="one program trains one model by Megatron-LM",
@@ -147,9 +148,8 @@ class Megatron(MegatronOpenGradients, EngineStrategy):
         engine, whole, groups = build_engine(self, model, optimizers)
         for optimizer in optimizers:
             engine.stepper = build_stepper(engine, whole, groups, optimizer)
-            self._steppers[id(optimizer)] = optimizer, engine.stepper
-        self._engines.append(engine)
-        self._converters[id(engine)] = whole
+            self._optimizer = optimizer
+        self._engine, self._full_state = engine, whole
         bundle.replace("model", lambda _: engine)
         advances = bundle.schedule_advances(self.data_shard.count)
         bundle.replace(
@@ -158,23 +158,20 @@ class Megatron(MegatronOpenGradients, EngineStrategy):
 
     def forget(self) -> None:
         """Drop the prepared models and their optimizers."""
-        self._engines, self._converters, self._steppers = [], {}, {}
+        self._engine = self._full_state = self._optimizer = None
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module, on the meta device: names, shapes, configuration."""
-        return getattr(model, "base_model", model) if model in self._engines else model
-
-    def _engine(self, model: nn.Module) -> MegatronEngine:
-        for engine in self._engines:
-            if model is engine or model is engine.base_model:
-                return engine
-        raise PrepareError(
-            f"this {type(model).__name__} was not prepared by this Accelerator",
-            fix="give the model that prepare returned",
-        )
+        return self._engine.base_model if self._engine is not None and model is self._engine else model
 
     def _converter(self, model: nn.Module) -> MegatronFullStateConverter:
-        return self._converters[id(self._engine(model))]
+        converter = self._full_state
+        if converter is None or (model is not converter.engine and model is not converter.engine.base_model):
+            raise PrepareError(
+                f"this {type(model).__name__} was not prepared by this Accelerator",
+                fix="give the model that prepare returned",
+            )
+        return converter
 
     # --- the loop
 
@@ -201,13 +198,11 @@ class Megatron(MegatronOpenGradients, EngineStrategy):
 
     def _clipper(self, parameters: Iterable[torch.Tensor]) -> MegatronOptimizerStepper:
         """Return the stepper whose trainable parameters are exactly ``parameters``."""
-        param_ids = {id(parameter) for parameter in parameters}
-        for engine in self._engines:
-            engine_param_ids = {id(p) for p in engine.parameters()}
-            if engine.stepper is not None and param_ids and param_ids <= engine_param_ids:
-                trained = {id(p) for p in engine.parameters() if p.requires_grad}
-                if trained <= param_ids:
-                    return engine.stepper
+        param_ids, engine = {id(parameter) for parameter in parameters}, self._engine
+        if param_ids and engine is not None and engine.stepper is not None:
+            trained = {id(p) for p in engine.parameters() if p.requires_grad}
+            if trained <= param_ids <= {id(p) for p in engine.parameters()}:
+                return engine.stepper
         raise PrepareError(
             "clipping of other gradients than all those of the prepared model",
             why="Megatron-LM clips by the norm of the whole model, over all processes",
@@ -223,13 +218,13 @@ class Megatron(MegatronOpenGradients, EngineStrategy):
         self._stepper(optimizer).clear()
 
     def _stepper(self, optimizer: Any) -> MegatronOptimizerStepper:
-        entry = self._steppers.get(id(optimizer))
-        if entry is None:
+        stepper = None if self._engine is None or optimizer is not self._optimizer else self._engine.stepper
+        if stepper is None:
             raise PrepareError(
                 f"the {type(optimizer).__name__} was not prepared together with its model",
                 fix="model, optimizer = accelerator.prepare(model, optimizer)",
             )
-        return entry[1]
+        return stepper
 
     # --- states
 
@@ -246,7 +241,7 @@ class Megatron(MegatronOpenGradients, EngineStrategy):
     ) -> dict[str, Any]:
         """Gather the full optimizer state on rank 0, as a single process would have it."""
         stepper = self._stepper(optimizer)
-        state = self._converters[id(stepper.engine)].optimizer_state(stepper)
+        state = self._converter(stepper.engine).optimizer_state(stepper)
         return state if not self.plugin.no_save_optim else {**state, "state": {}}
 
     def load_optimizer(
@@ -255,7 +250,7 @@ class Megatron(MegatronOpenGradients, EngineStrategy):
         """Load a full state, which every process has; each takes its shard."""
         if not self.plugin.no_load_optim:
             stepper = self._stepper(optimizer)
-            self._converters[id(stepper.engine)].load_optimizer(stepper, state)
+            self._converter(stepper.engine).load_optimizer(stepper, state)
 
 
 PLUGIN = Megatron
