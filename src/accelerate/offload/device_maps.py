@@ -6,10 +6,8 @@ A device map is a dict from names of modules or tensors to devices: a number is 
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +15,7 @@ from torch import nn
 
 from accelerate import device as devices
 from accelerate.core.errors import DeviceError, SettingError, UnknownNameError, nearest, warn_user
+from accelerate.core.pickle_scan import paused_gc
 from accelerate.offload.module_sizes import (
     Dtype,
     ModuleNode,
@@ -228,7 +227,9 @@ def infer_auto_device_map(
     """
     limits = get_max_memory() if max_memory is None else _read_known_budgets(max_memory)
     closed = _as_class_names(no_split_module_classes)
-    with _pause_garbage_collection():
+    # A tree of many small values makes Python look through everything that torch has loaded, several times,
+    # which takes longer than the plan. Nothing here is part of a cycle.
+    with paused_gc():
         part = build_module_tree(model, dtype, special_dtypes)
         rules = PlacementRules(closed, offload_buffers, fallback_allocation, oversized_blocks=True)
         plan = plan_placement(part, limits, rules)
@@ -245,22 +246,6 @@ def infer_auto_device_map(
         return dict(plan.device_map)
     root_entries = [(weight.name, plan.homes[weight.name]) for weight in part.weights]
     return dict(root_entries + [pair for child in part.children for pair in merge_names(child, plan.homes)])
-
-
-@contextmanager
-def _pause_garbage_collection() -> Generator[None]:
-    """Pause Python's garbage collection.
-
-    A tree of many small values makes Python look through everything that torch has loaded, several times,
-    which takes longer than the plan. Nothing here is part of a cycle.
-    """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _warn(text: str) -> None:
