@@ -24,7 +24,12 @@ from accelerate.core.value_types import (
 from accelerate.strategy.deepspeed import config_tree
 
 Origins = Callable[[str], tuple[SettingOrigin, ...]]
-_SEVERAL_MACHINES = {"num_machines": range(2, 10_000)}
+# Of options of the launcher for several machines.
+_SEVERAL_MACHINES: dict[str, Any] = {
+    "default": None,
+    "variable": None,
+    "when": {"num_machines": range(2, 10_000)},
+}
 DEVICES = ("none", "cpu", "nvme")
 LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "impi", "nossh", "slurm")
 
@@ -203,34 +208,26 @@ class DeepSpeedSettings(DeepSpeedOptions):
     }
 
     deepspeed_multinode_launcher: str | None = setting(
-        None,
-        variable=None,
+        **_SEVERAL_MACHINES,
         choices=LAUNCHERS,
         help="what starts the other machines: DeepSpeed's own launcher by pdsh (the default), MPI, "
         "a scheduler or without ssh; standard: this launcher, once on each",
         question="Multi-node launcher?",
-        when=_SEVERAL_MACHINES,
     )
     deepspeed_hostfile: FilledPath | None = setting(
-        None,
-        variable=None,
+        **_SEVERAL_MACHINES,
         help="a file with a line per machine, like 'worker-1 slots=8'",
         question="DeepSpeed hostfile?",
-        when=_SEVERAL_MACHINES,
     )
     deepspeed_inclusion_filter: str | None = setting(
-        None,
-        variable=None,
+        **_SEVERAL_MACHINES,
         help="machines and devices of the hostfile to use, like worker-1@worker-2:0,2",
         question="Inclusion filter of its machines? (empty: all)",
-        when=_SEVERAL_MACHINES,
     )
     deepspeed_exclusion_filter: str | None = setting(
-        None,
-        variable=None,
+        **_SEVERAL_MACHINES,
         help="machines and devices of the hostfile to leave out, like worker-2:0",
         question="Exclusion filter of its machines? (empty: none)",
-        when=_SEVERAL_MACHINES,
     )
 
     @staticmethod

@@ -25,7 +25,7 @@ _BY_NUMBER = {
     for names in (STRATEGIES, PREFETCHES, STATES)
 }
 # An option that is off unless somebody gives it ``true``; its field takes an object too.
-_OFF: dict[str, Any] = {"type": bool, "switch": False, "fallback": False}
+_OFF: dict[str, Any] = {"default": None, "type": bool, "switch": False, "fallback": False}
 # Options of one version of FSDP alone, which say the version where it is not given.
 _FSDP1, _FSDP2 = {"version": 1}, {"version": 2}
 
@@ -112,9 +112,8 @@ class FSDPSettings:
         offered="TRANSFORMER_BASED_WRAP",
     )
     cpu_offload: Any = setting(
-        None,
-        name="fsdp_offload_params",
         **_OFF,
+        name="fsdp_offload_params",
         help="keep parameters, gradients and optimizer state in the memory of the host",
         question="CPU offload of parameters?",
     )
@@ -154,25 +153,21 @@ class FSDPSettings:
         "have read the same weights, which is checked; always true in FSDP2",
     )
     forward_prefetch: Any = setting(
-        None,
         **_OFF,
         details=_FSDP1,
         help="all-gather the next unit while one computes",
     )
     activation_checkpointing: Any = setting(
-        None,
         **_OFF,
         help="recompute the activations of each FSDP unit in the backward",
         question="Activation checkpointing?",
     )
     activation_checkpointing_offload: Any = setting(
-        None,
         **_OFF,
         details=_FSDP2,
         help="keep the checkpointed inputs in the memory of the host",
     )
     cpu_ram_efficient_loading: Any = setting(
-        None,
         **_OFF,
         help="only rank 0 reads the weights of a pretrained model, and broadcasts them; a job of accelerate "
         "launch has it on unless it is switched off",

@@ -24,42 +24,41 @@ class UseParallelismConfigSetting:
     )
 
 
-@mutable_dataclass
-class MeshSettings:
-    """The sizes of the mesh dimensions in the order of ``ParallelismConfig``; plain fields are for code."""
+class _MeshSection:
+    """The place of the settings in files."""
 
     __section__ = "parallelism_config"
     __prefix__ = "parallelism_config_"
     __variables__ = ""
 
+
+_SIZE: dict[str, Any] = {"default": None, "fallback": 1}  # of a dimension
+
+
+@mutable_dataclass
+class MeshSettings(_MeshSection):
+    """The sizes of the mesh dimensions in the order of ``ParallelismConfig``; plain fields are for code."""
+
     dp_replicate_size: Count | None = setting(
-        None,
-        help="data parallel replicas of the model",
-        fallback=1,
-        question="Data parallel replicas?",
+        **_SIZE, help="data parallel replicas of the model", question="Data parallel replicas?"
     )
     dp_shard_size: Count | None = setting(
-        None,
+        **_SIZE,
         help="processes that shard each replica, on different data",
-        fallback=1,
         question="Data parallel shards of each replica (FSDP)?",
     )
-    tp_size: Count | None = setting(
-        None, help="tensor parallel size", fallback=1, question="Tensor parallel size?"
-    )
+    tp_size: Count | None = setting(**_SIZE, help="tensor parallel size", question="Tensor parallel size?")
     cp_size: Count | None = setting(
-        None,
+        **_SIZE,
         help="context parallel size: processes that shard each sequence, with attention over all keys",
-        fallback=1,
         question="Context parallel size?",
     )
     cp_backend: Any = setting(
         None, help="the back end of context parallelism", type=str, choices=("torch",), fallback="torch"
     )
     sp_size: Count | None = setting(
-        None,
+        **_SIZE,
         help="sequence parallel size (Ulysses): processes that shard each sequence, and heads in attention",
-        fallback=1,
     )
     sp_backend: Any = setting(
         None,
@@ -72,18 +71,14 @@ class MeshSettings:
     cp_handler: Any = None
     sp_handler: Any = None
     pp_size: Count | None = setting(
-        None, help="pipeline parallel size", fallback=1, question="Pipeline parallel size?"
+        **_SIZE, help="pipeline parallel size", question="Pipeline parallel size?"
     )
     pp_handler: Any = None
 
 
 @mutable_dataclass
-class ContextParallelSettings:
+class ContextParallelSettings(_MeshSection):
     """The options of context parallelism."""
-
-    __section__ = "parallelism_config"
-    __prefix__ = "parallelism_config_"
-    __variables__ = ""
 
     cp_comm_strategy: str | None = setting(
         None,
@@ -94,12 +89,8 @@ class ContextParallelSettings:
 
 
 @mutable_dataclass
-class SequenceParallelSettings:
+class SequenceParallelSettings(_MeshSection):
     """The options of Ulysses sequence parallelism."""
-
-    __section__ = "parallelism_config"
-    __prefix__ = "parallelism_config_"
-    __variables__ = ""
 
     sp_seq_length: PositiveInt | None = setting(
         None, help="tokens of every sequence, where they are equally long"
