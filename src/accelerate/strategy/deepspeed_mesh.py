@@ -10,11 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from torch import nn
-
 from accelerate.core.errors import SettingError
-from accelerate.core.option_report import OptionStatus, RequestedOption
-from accelerate.strategy.base import EngineCheckpoint, PrepareBundle, PrepareStep, StrategyRequest
+from accelerate.core.option_report import RequestedOption
+from accelerate.strategy.base import EngineCheckpoint, StrategyRequest
 from accelerate.strategy.deepspeed.strategy import DeepSpeed
 from accelerate.strategy.parallelism.strategy import DeviceMeshStrategy, MeshDataSharding
 from accelerate.strategy.protocol.gradient_sync import ZeroBackward
@@ -43,11 +41,6 @@ class DeepSpeedMesh(MeshDataSharding, DeepSpeed):  # type: ignore[override]
         if cls.claims(request):
             yield from DeviceMeshStrategy.selection.options(request)
 
-    def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
-        """Yield the status of DeepSpeed's options, and of the mesh's."""
-        yield from super().option_statuses(models)
-        yield from self._mesh_option_statuses(models)
-
     def check(self) -> None:
         """Refuse the dimensions that split a model, which DeepSpeed would take for a replica.
 
@@ -69,12 +62,6 @@ class DeepSpeedMesh(MeshDataSharding, DeepSpeed):  # type: ignore[override]
 
     def check_compiler(self) -> None:
         """Nothing: no model is split into stages."""
-
-    def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
-        """Yield the steps of each dimension, then those of DeepSpeed, which calls the same modules."""
-        for dimension in self.dimensions:
-            yield from dimension.prepare_steps(bundle)
-        yield from super().prepare_steps(bundle)
 
     def backward_zero(self, zero: ZeroBackward) -> None:
         """Run a backward with zero gradients: attention of other ranks waits for this one's."""

@@ -205,8 +205,15 @@ class MeshDataSharding(DataSharding):
                 dimensions.append(dimension_class(self))
         return dimensions
 
-    def _mesh_option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
-        """Yield the status of each size, and of the dimensions' own options."""
+    def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
+        """Yield the steps of each dimension, then those of the strategy that shards parameters."""
+        for dimension in self.dimensions:
+            yield from dimension.prepare_steps(bundle)
+        yield from super().prepare_steps(bundle)  # type: ignore[misc]
+
+    def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
+        """Yield the status of the other strategy's options, of each size, and of the dimensions' own ones."""
+        yield from super().option_statuses(models)  # type: ignore[misc]
         named = {option.name: option for option in requested_options(load_settings(ParallelismSettings))}
         for name, size in self.config._sizes.items():
             option = named.pop(f"parallelism_config_{name}_size", None)
@@ -323,11 +330,6 @@ class DeviceMeshStrategy(MeshDataSharding, FSDP2Strategy):  # type: ignore[overr
         if cls.claims(request):
             yield from FSDP2Strategy.requested_options(request)
 
-    def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
-        """Yield the status of sharding options, of each size, and of the dimensions' own options."""
-        yield from super().option_statuses(models)
-        yield from self._mesh_option_statuses(models)
-
     @property
     def saves_sharded(self) -> bool:
         """Return whether checkpoints are sharded: unless FSDP is asked for, with full state dicts."""
@@ -396,6 +398,18 @@ class DeviceMeshStrategy(MeshDataSharding, FSDP2Strategy):  # type: ignore[overr
             watch_mesh(mesh)
         return mesh
 
+    @property
+    def _shard_description(self) -> str:
+        """The description of how parameters and gradients are distributed, for a plan."""
+        copies, shards = self._mesh_shape
+        if shards > 1:
+            return super()._shard_description
+        return (
+            f"gradients are all-reduced over {copies} replicas"
+            if copies > 1
+            else "one process updates each shard"
+        )
+
     def backward_zero(self, zero: ZeroBackward) -> None:
         """Run a backward with zero gradients: collectives of a dimension need all its processes."""
         run = partial(zero.loss.backward, gradient=torch.zeros_like(zero.loss))
@@ -447,26 +461,6 @@ class DeviceMeshStrategy(MeshDataSharding, FSDP2Strategy):  # type: ignore[overr
         for dimension in self.dimensions:
             state = dimension.select_optimizer_state(optimizer, state)
         super().load_optimizer(optimizer, models, state)
-
-    # --- prepare
-
-    @property
-    def _shard_description(self) -> str:
-        """The description of how parameters and gradients are distributed, for a plan."""
-        copies, shards = self._mesh_shape
-        if shards > 1:
-            return super()._shard_description
-        return (
-            f"gradients are all-reduced over {copies} replicas"
-            if copies > 1
-            else "one process updates each shard"
-        )
-
-    def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
-        """Yield the steps of each dimension, then those of sharding."""
-        for dimension in self.dimensions:
-            yield from dimension.prepare_steps(bundle)
-        yield from super().prepare_steps(bundle)
 
 
 PLUGIN = DeviceMeshStrategy
