@@ -58,7 +58,7 @@ class _DeferredInitTensor:
     Attributes:
         tensor: the one on the meta device, weakly: parameters and intermediate values end.
         function: makes it.
-        rest: its arguments after the shape.
+        extra_args: its arguments after the shape.
         device: where.
         fills: functions with the arguments that follow the tensor.
     """

@@ -113,7 +113,7 @@ class FusedQKVShardRule(WeightRule):
         names: of one tensor with all three after one another, or of three.
         groups: how many keys there are.
         heads: how many queries.
-        transposed: see ``Rule``.
+        transposed: see ``WeightRule``.
     """
 
     dim = 0

@@ -230,7 +230,7 @@ def _above_one(value: Any) -> bool:
     return value is not None and value > 1
 
 
-# Field -> (which values are is_unsupported, why not, what to do).
+# Field -> (whether a value is not supported, why not, what to do).
 _UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "context_parallel_size": (
         _above_one,

@@ -286,7 +286,7 @@ class MeshDataSharding(DataSharding):
         return loader
 
     def partial_state_names(self, model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
-        """The process groups of the pipeline, whose stages hold different layers."""
+        """Return the names that this rank lacks, and the buffers that it saves, along all dimensions."""
         names = [dimension.partial_state_names(model) for dimension in self.dimensions]
         return frozenset().union(*(a for a, _ in names)), frozenset().union(*(b for _, b in names))
 

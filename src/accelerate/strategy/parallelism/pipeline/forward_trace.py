@@ -132,7 +132,7 @@ _CLASSES: dict[tuple[type, type], type] = {}
 
 
 def add_base_class(module: nn.Module, base: type, **attributes: Any) -> None:
-    """Give ``module`` a class that begins with ``base``, and ``marks`` as attributes; its name stays."""
+    """Give ``module`` a class that begins with ``base``, and ``attributes``; the name of the class stays."""
     module_class = type(module)
     if (base, module_class) not in _CLASSES:
         names = {
