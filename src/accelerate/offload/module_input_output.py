@@ -144,14 +144,12 @@ class ModuleInputOutputMover:
         devices: where its modules compute.
 
     Attributes:
-        moves: how many tensors were moved, since the model was dispatched.
         caches: (class of a module, path of an argument) of the containers that it writes to.
         thread: the calls that are running in this thread, the innermost last, and their copies.
     """
 
     def __init__(self, devices: set[torch.device]) -> None:
         self.devices = devices
-        self.moves = 0
         self.caches: set[tuple[type, Path]] = set()
         self.thread = _ThreadForwardCopies()
 
@@ -279,7 +277,6 @@ class _ArgumentWalk:
         copies, key = self.mover.thread.copies, (id(tensor), self.device)
         if key not in copies or not copies[key].is_current(tensor):
             copy = _copy(tensor, self.device)
-            self.mover.moves += 1
             source = weakref.ref(tensor, lambda _: copies.pop(key, None))
             copies[key] = _VersionedTensorCopy(source, version_of(tensor), copy, version_of(copy))
         self.call.copies.append((tensor, copies[key]))
