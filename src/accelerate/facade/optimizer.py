@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -19,16 +18,16 @@ from accelerate.facade.gradient_state import GradientState
 from accelerate.facade.host_copies import HOST_COPIES, refresh_host_copies
 from accelerate.precision.base import Precision
 from accelerate.strategy.base import EngineStrategy, Strategy
-from accelerate.strategy.protocol.gradient_sync import NO_CONTEXT, ParamReplacement, ReductionMonitor
+from accelerate.strategy.protocol.gradient_sync import (
+    NO_CONTEXT,
+    ParamReplacement,
+    ReductionMonitor,
+    explain_sharded_step,
+)
 from accelerate.world import collective
 
 # The kinds of options of a group that all ranks must have alike; a text may name a device.
 _PLAIN = (int, float, tuple, type(None))
-# What torch says when an operation does not know sharded tensors.
-_DTENSOR_ERROR = re.compile(
-    "Sharding propagation failed|mixed torch.Tensor and DTensor|sharding strategy registered"
-    "|require placement changes|unevenly sharded"  # torch 2.10 and 2.8
-)
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:
@@ -431,19 +430,6 @@ def current_params(strategy: Strategy | None, parameters: Any) -> list[torch.Ten
     return strategy.current_params(params) if isinstance(strategy, ParamReplacement) else params
 
 
-def explain_sharded_step(optimizer: Optimizer, error: Exception) -> None:
-    """Raise PrepareError if a step failed since the optimizer does not know sharded parameters."""
-    if not _DTENSOR_ERROR.search(str(error)):
-        return
-    raise PrepareError(
-        f"{type(optimizer).__name__} cannot step sharded parameters: part of the step may be done",
-        why="parameters are distributed tensors (DTensor), and it uses an operation that torch has not for "
-        "these: the usual reasons are means or products over whole matrices, and kernels of its own",
-        fix="an optimizer that computes element by element (AdamW, SGD, with a state in 8 bits "
-        "torchao.optim.AdamW8bit), or train under ddp",
-    ) from error
-
-
 def agree_on_optimizers(
     optimizers: Iterable[Any], prepared: Container[Any], shards: Container[Any], device: torch.device
 ) -> None:
@@ -527,13 +513,11 @@ def settle_optimizers(optimizers: Sequence[Any], options: list[Any], shared: lis
 
 
 def _refuse_other_options(optimizers: Sequence[Any], options_by_rank: list[list[Any]]) -> None:
-    counts = [len(options) for options in options_by_rank]
-    for rank, count in enumerate(counts):
-        if count != counts[0]:
-            raise PrepareError(
-                f"prepare was given {counts[0]} new optimizer(s) on rank 0 and {count} on rank {rank}",
-                fix="prepare the same objects on all ranks",
-            )
+    first, *others = map(len, options_by_rank)
+    for rank, count in enumerate(others, 1):
+        if count != first:
+            what = f"prepare was given {first} new optimizer(s) on rank 0 and {count} on rank {rank}"
+            raise PrepareError(what, fix="prepare the same objects on all ranks")
     for rank, options in enumerate(options_by_rank):
         for optimizer, groups, others in zip(optimizers, options_by_rank[0], options, strict=True):
             if len(groups) != len(others):

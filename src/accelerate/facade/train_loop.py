@@ -14,13 +14,13 @@ from accelerate.core.errors import PrepareError, list_first, warn_user
 from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.numerics_monitor import NumericsMonitor
-from accelerate.facade.optimizer import AcceleratedOptimizer, current_params, explain_sharded_step
+from accelerate.facade.optimizer import AcceleratedOptimizer, current_params
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.run_recorder import RunRecorder, StepCounter, describe_model
 from accelerate.facade.runtime import Runtime
 from accelerate.precision.loss_scaling import LossScaling
 from accelerate.strategy.base import EngineStrategy
-from accelerate.strategy.protocol.gradient_sync import NO_CONTEXT, ReductionMonitor
+from accelerate.strategy.protocol.gradient_sync import NO_CONTEXT, ReductionMonitor, explain_sharded_step
 from accelerate.world.local_tensor_trees import local_tensor
 
 

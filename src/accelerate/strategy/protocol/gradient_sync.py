@@ -7,6 +7,7 @@ not complete.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,13 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate.core.errors import SettingError
+from accelerate.core.errors import PrepareError, SettingError
 
 if TYPE_CHECKING:
     from accelerate.world.world import World
 
 # Entered in every step, so it is made once.
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
+
+# What torch says when an operation does not know sharded tensors.
+_DTENSOR_ERROR = re.compile(
+    "Sharding propagation failed|mixed torch.Tensor and DTensor|sharding strategy registered"
+    "|require placement changes|unevenly sharded"  # torch 2.10 and 2.8
+)
 
 
 def graph_leaves(loss: torch.Tensor) -> set[torch.Tensor]:
@@ -407,3 +414,16 @@ class OpenGradients:
 def whole_piece(gradient: torch.Tensor, ranks: int) -> GradientPiece:
     """Return the piece that is the whole gradient of a parameter."""
     return GradientPiece(gradient.detach(), tuple(gradient.shape), (0,) * gradient.dim(), ranks)
+
+
+def explain_sharded_step(optimizer: torch.optim.Optimizer, error: Exception) -> None:
+    """Raise PrepareError if a step failed since the optimizer does not know sharded parameters."""
+    if not _DTENSOR_ERROR.search(str(error)):
+        return
+    raise PrepareError(
+        f"{type(optimizer).__name__} cannot step sharded parameters: part of the step may be done",
+        why="parameters are distributed tensors (DTensor), and it uses an operation that torch has not for "
+        "these: the usual reasons are means or products over whole matrices, and kernels of its own",
+        fix="an optimizer that computes element by element (AdamW, SGD, with a state in 8 bits "
+        "torchao.optim.AdamW8bit), or train under ddp",
+    ) from error
