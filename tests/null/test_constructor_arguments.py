@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -181,6 +181,18 @@ def test_a_misspelt_argument_is_a_type_error_with_the_nearest() -> None:
     ):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}': did you mean '{near}'"):
             cls(**{name: None})
+
+
+def test_an_argument_of_old_versions_leads_to_its_place() -> None:
+    """``even_batches`` was taken for ``split_batches``, which changes the batch size."""
+    for name, place in (
+        ("even_batches", r"DataLoaderConfiguration\(even_batches=...\)"),
+        ("dispatch_batches", r"DataLoaderConfiguration\(dispatch_batches=...\)"),
+        ("fp16", 'mixed_precision="fp16"'),
+        ("logging_dir", "project_dir="),
+    ):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}': use .*{place}"):
+            cast("Any", Accelerator)(**{name: True})
 
 
 def test_a_dict_becomes_the_class_that_is_meant() -> None:

@@ -102,11 +102,13 @@ class ArgumentKinds:
 
         Raises:
             SettingError: it does not fit; the error names the argument and its class.
-            TypeError: there is no such argument, and one of a near name.
+            TypeError: there is no such argument, and one of a near name, or one that has taken its place.
         """
-        if name not in self._defaults and not self._takes_any and (near := nearest(name, self._defaults)):
-            call = f"{self._cls.__name__}.__init__()"
-            raise TypeError(f"{call} got an unexpected keyword argument {name!r}: did you mean {near!r}?")
+        if name not in self._defaults and not self._takes_any:
+            moved, near = getattr(self._cls, "_moved_arguments", {}).get(name), nearest(name, self._defaults)
+            if moved or near:
+                call, hint = f"{self._cls.__name__}.__init__()", moved or f"did you mean {near!r}?"
+                raise TypeError(f"{call} got an unexpected keyword argument {name!r}: {hint}")
         if name not in self._annotations or value is self._defaults[name]:
             return value
         if name not in self._kinds:

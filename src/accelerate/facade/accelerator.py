@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -210,6 +210,15 @@ class Accelerator(ProcessMixin):
     precision: Precision
     gradient_state: GradientState
     _is_preparing = False  # the objects of ``prepare`` are being adapted
+    # Arguments of versions before 1.0 -> what says it now.
+    _moved_arguments: ClassVar[dict[str, str]] = {
+        **{
+            name: f"use dataloader_config=DataLoaderConfiguration({name}=...)"
+            for name in ("dispatch_batches", "even_batches", "use_seedable_sampler")
+        },
+        "fp16": 'use mixed_precision="fp16"',
+        "logging_dir": "use project_dir=..., or ProjectConfiguration(logging_dir=...)",
+    }
 
     def __init__(
         self,
