@@ -166,6 +166,7 @@ def test_errors_are_what_users_already_catch() -> None:
 def test_the_nearest_name() -> None:
     assert errors.nearest("DEBUGG", ["debug", "quiet"]) == "debug"
     assert errors.nearest("xyz", ["debug", "quiet"]) is None
+    assert errors.nearest("merge", ["launch", "merge-weights"]) == "merge-weights"
 
 
 # ---------------------------------------------------------------- the environment

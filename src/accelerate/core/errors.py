@@ -246,12 +246,13 @@ def _is_of_package(frame: FrameType) -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name closest to ``name``, or None when none is near."""
+    """Return the known name closest to ``name``, or the only one that it begins; None when none is near."""
     import difflib  # only for mistakes
 
     table = {choice.lower(): choice for choice in known}
-    near = difflib.get_close_matches(name.lower(), table, n=1, cutoff=0.6)
-    return table[near[0]] if near else None
+    begun = [choice for choice in table if len(name) > 2 and choice.startswith(name.lower())]
+    near = difflib.get_close_matches(name.lower(), table, n=1, cutoff=0.6) or begun
+    return table[near[0]] if len(near) == 1 else None
 
 
 def list_first(names: Iterable[str], shown: int = 3) -> str:
