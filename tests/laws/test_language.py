@@ -42,6 +42,7 @@ GENERAL = _words("general")
 # A class, function or file of such a name that stays, with the reason.
 ALLOWED: dict[str, str] = {}
 OPENINGS = re.compile(r"(What|Whether|Where|Those|By|As|Of)\b")
+NOUN_OPENINGS = {"Devices", "Names"}  # beside "Device" and "Name", which open others
 ENGINE = re.compile(r"\b(the|an|this|that|each|its) engines?\b", re.IGNORECASE)
 # Page -> terms that a reader of its subject searches for.
 TERMS = {
@@ -73,6 +74,7 @@ BOUNDS = {
     "'the engine' in sources and docs": 30,
     "docstrings that open with What, Whether, Where, Those, By, As or Of": 150,
     "docstrings that explain an argument or attribute that is not there": 0,
+    "docstrings in the third person": 0,
 }
 
 
@@ -193,6 +195,25 @@ def unclear_docstrings(source: Source) -> Iterator[str]:
                 yield source.at(node, text.splitlines()[0])
 
 
+def third_person_docstrings() -> Iterator[str]:
+    """Docstrings that say what a function does in the third person, where others say it in the imperative."""
+    openings: defaultdict[str, list[str]] = defaultdict(list)
+    for source in sources():
+        for node in source.nodes:
+            if isinstance(node, Function) and (
+                word := re.match(r"[A-Z][a-z]+", ast.get_docstring(node) or "")
+            ):
+                openings[word[0]].append(source.at(node, word[0]))
+    for word, where in openings.items():
+        stems = [
+            word[: -len(end)] + new
+            for end, new in (("s", ""), ("es", ""), ("ies", "y"))
+            if word.endswith(end)
+        ]
+        if word not in NOUN_OPENINGS and any(stem in openings for stem in stems):
+            yield from where
+
+
 def engines() -> Iterator[str]:
     """Lines of sources and documents that say 'the engine' for DeepSpeed or Megatron-LM."""
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -215,6 +236,7 @@ def places() -> dict[str, list[str]]:
         list(engines()),
         [place for s in every for place in unclear_docstrings(s)],
         [place for s in every for place in (*undefined_arguments(s), *undefined_attributes(s))],
+        list(third_person_docstrings()),
     )
     return dict(zip(BOUNDS, measures, strict=True))
 

@@ -101,7 +101,7 @@ def plot_bars(
     show: Callable[[float], str] = size_text,
     base: int = 1024,
 ) -> None:
-    """Draws the stacked bars into a picture, PNG or what the end of the name says.
+    """Draw the stacked bars into a picture, PNG or what the end of the name says.
 
     Args:
         file: the picture.

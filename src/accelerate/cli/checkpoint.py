@@ -27,7 +27,7 @@ class _CheckpointCommandGroup(CommandGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Finds the command. A path is never taken for a mistyped one: the nearest may remove something."""
+        """Find the command. A path is never taken for a mistyped one: the nearest may remove something."""
         if not ctx.resilient_parsing and ("/" in args[0] or Path(args[0]).exists()):
             raise SettingError(
                 f"{args[0]} is no command", fix=f"accelerate checkpoint ls {args[0]} shows what is there"

@@ -68,7 +68,7 @@ def change_keys(config_file: str | None, pairs: tuple[str, ...]) -> None:
 
 
 def ask_all(config_file: str | None) -> Path | None:
-    """Asks for all settings and writes the file; None if it was thrown away.
+    """Ask for all settings and write the file; None if it was thrown away.
 
     Raises:
         SettingError: nobody is there to answer.
@@ -96,7 +96,7 @@ def ask_all(config_file: str | None) -> Path | None:
 
 
 def _warn_about_file(path: Path) -> None:
-    """Says what stands in the way of a launch, here and without flags, with a file that was just written."""
+    """Say what stands in the way of a launch, here and without flags, with a file that was just written."""
     from accelerate.cli.wizard import config_editor
 
     values = config_files.read_raw(path)[0]
@@ -173,7 +173,7 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def default_command_parser(parser: Any, parents: Any) -> argparse.ArgumentParser:
-    """Adds the command ``default``.
+    """Add the command ``default``.
 
     Args:
         parser: what ``ArgumentParser.add_subparsers`` returned.
@@ -192,7 +192,7 @@ def default_command_parser(parser: Any, parents: Any) -> argparse.ArgumentParser
 
 
 def update_command_parser(parser: Any, parents: Any) -> argparse.ArgumentParser:
-    """Adds the command ``update``; the arguments are those of ``default_command_parser``."""
+    """Add the command ``update``; the arguments are those of ``default_command_parser``."""
     return _with_config_file(_subcommand(parser, "update", UPDATE, parents), update_config_command)
 
 
@@ -211,7 +211,7 @@ def _with_config_file(
 
 
 def config_command(args: argparse.Namespace) -> None:
-    """Asks, and writes the file.
+    """Ask, and write the file.
 
     Raises:
         SettingError: there is no terminal, or the file cannot be written.
@@ -220,12 +220,12 @@ def config_command(args: argparse.Namespace) -> None:
 
 
 def default_config_command(args: argparse.Namespace) -> None:
-    """Writes a file for all devices of this machine."""
+    """Write a file for all devices of this machine."""
     _write_default(args.mixed_precision, args.save_location)
 
 
 def update_config(args: argparse.Namespace) -> str:
-    """Brings a file up to date and returns its path.
+    """Bring a file up to date and return its path.
 
     Raises:
         SettingError: there is none, or something in it is wrong.
@@ -238,7 +238,7 @@ def update_config(args: argparse.Namespace) -> str:
 
 
 def update_config_command(args: argparse.Namespace) -> None:
-    """Brings a file up to date and says so."""
+    """Bring a file up to date and say so."""
     print(f"{update_config(args)} is up to date")
 
 

@@ -75,12 +75,12 @@ class BaseConfig:
 
     @classmethod
     def from_json_file(cls: type[C], json_file: str | None = None) -> C:
-        """Reads a JSON file; the default file when None."""
+        """Read a JSON file; the default file when None."""
         return cls._of(config_files.read_config(Path(json_file or config_files.default_file())))
 
     @classmethod
     def from_yaml_file(cls: type[C], yaml_file: str | None = None) -> C:
-        """Reads a YAML file; the default file when None."""
+        """Read a YAML file; the default file when None."""
         return cls._of(config_files.read_config(Path(yaml_file or config_files.default_file())))
 
     @classmethod
@@ -110,12 +110,12 @@ class BaseConfig:
         return cls(**{key: value for key, value in cls.process_config(values).items() if key in names})
 
     def to_json_file(self, json_file: str | Path) -> None:
-        """Writes a JSON file."""
+        """Write a JSON file."""
         text = json.dumps(self.to_dict(), indent=2, sort_keys=True)
         config_writer.write_file(Path(json_file), f"{text}\n")
 
     def to_yaml_file(self, yaml_file: str | Path) -> None:
-        """Writes a YAML file."""
+        """Write a YAML file."""
         import yaml
 
         config_writer.write_file(Path(yaml_file), yaml.safe_dump(self.to_dict()))
@@ -209,7 +209,7 @@ def load_config_from_file(config_file: str | None) -> ClusterConfig | SageMakerC
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | Path = DEFAULT) -> Path | bool:
-    """Writes a configuration for all devices of this machine.
+    """Write a configuration for all devices of this machine.
 
     Args:
         mixed_precision: number format of the forward pass.

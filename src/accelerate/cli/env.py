@@ -121,7 +121,7 @@ def _config_file_text(named: str | None) -> str:
 
 
 def _print_origins(request: LaunchRequest) -> None:
-    """Prints a table of every setting: value, origin, and all that it overrides."""
+    """Print a table of every setting: value, origin, and all that it overrides."""
     lines = [
         (
             row.name,
@@ -166,7 +166,7 @@ def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def env_command(args: argparse.Namespace) -> dict[str, str]:
-    """Prints the facts, and returns them.
+    """Print the facts, and return them.
 
     Args:
         args: what ``env_command_parser().parse_args()`` returned.

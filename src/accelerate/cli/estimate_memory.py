@@ -82,7 +82,7 @@ def _is_dtype(args: Sequence[str]) -> bool:
 
 
 def _print_estimate(model_name: str, given: Mapping[str, Any]) -> None:
-    """Prints what was asked for."""
+    """Print what was asked for."""
     for dtype in given["dtypes"]:
         sums.dtype_bits(dtype)
     with_training = given["training"] or any(given[n] != f.default for n, f in FLAGS.items() if f.training)
@@ -319,7 +319,7 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def estimate_command(args: argparse.Namespace) -> None:
-    """Prints the table.
+    """Print the table.
 
     Args:
         args: what ``estimate_command_parser().parse_args()`` returned.

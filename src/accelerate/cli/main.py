@@ -62,7 +62,7 @@ class LazyCommandRegistry(CommandGroup):
         return COMMANDS.get(name) if name in COMMANDS else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Lists them. What a command says of itself is the first line of its file, which is not imported."""
+        """List them. What a command says of itself is the first line of its file, which is not imported."""
         rows: list[tuple[str, str]] = []
         for typed in self.list_commands(ctx):
             summary = COMMANDS.summary(typed.replace("-", "_"))
@@ -88,7 +88,7 @@ def accelerate(ctx: click.Context) -> None:
 
 
 def run(args: Sequence[str], name: str = "accelerate") -> int:
-    """Runs the command line ``args`` and returns the exit code."""
+    """Run the command line ``args`` and return the exit code."""
     try:
         result = accelerate.main(args=list(args), prog_name=name, standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -114,7 +114,7 @@ def _command_name(args: Sequence[str], name: str) -> str:
 
 
 def _print_error(error: AccelerateError, command: str) -> None:
-    """Prints an error on stderr: what, why, and what to type, never a traceback; colours on a terminal."""
+    """Print an error on stderr: what, why, and what to type, never a traceback; colours on a terminal."""
     lines = [f"{click.style(command, bold=True)}: {click.style(error.what, fg='red')}"]
     lines += [f"  {click.style('why:', bold=True)} {error.why}"] if error.why else []
     lines += [f"  {click.style('fix:', fg='green', bold=True)} {error.fix}"] if error.fix else []
@@ -122,7 +122,7 @@ def _print_error(error: AccelerateError, command: str) -> None:
 
 
 def _write_error(error: AccelerateError, code: int, path: str) -> None:
-    """Leaves an error for the launcher around this one, which prints those of all machines once."""
+    """Leave an error for the launcher around this one, which prints those of all machines once."""
     import json
 
     with open(path, "w", encoding="utf-8") as file:
@@ -143,7 +143,7 @@ def _convert_usage_error(error: click.UsageError, command: str) -> AccelerateErr
 
 
 def run_process(*words: str) -> int:
-    """Runs the command line of this process, which begins with ``words``, and returns its exit code.
+    """Run the command line of this process, which begins with ``words``, and return its exit code.
 
     What a command loads is in use until it ends. Looking for garbage in it, while it loads and when it ends,
     would take an eighth of the time of a help text.

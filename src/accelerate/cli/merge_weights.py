@@ -85,7 +85,7 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def merge_command(args: argparse.Namespace) -> None:
-    """Merges.
+    """Merge.
 
     Args:
         args: what ``merge_command_parser().parse_args()`` returned.

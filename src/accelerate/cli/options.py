@@ -149,7 +149,7 @@ class GroupedOptionsCommand(click.Command):
         return [item for item in items if dashed or "-" not in str(item.value).lstrip("-")]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the chosen flags, a section per topic, in order of first appearance; its own last."""
+        """Write the chosen flags, a section per topic, in order of first appearance; its own last."""
         topics: dict[str, list[click.Option]] = {}
         for param in self.get_params(ctx):
             if isinstance(param, click.Option) and not param.hidden:
@@ -177,7 +177,7 @@ class GroupedOptionsCommand(click.Command):
             )
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Explains the brackets where there are any."""
+        """Explain the brackets where there are any."""
         if ctx.meta.get(_HELP_TOPIC):
             formatter.write_paragraph()
             formatter.write_text(

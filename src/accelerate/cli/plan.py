@@ -222,7 +222,7 @@ def plan_as_json(
 def write_config(
     path: Path, way: ParallelLayoutEstimate, on: ClusterDeviceMemory, precision: str, accumulation: int = 1
 ) -> None:
-    """Writes a configuration of that way for ``accelerate launch``. A file that is there stays as it is.
+    """Write a configuration of that way for ``accelerate launch``. A file that is there stays as it is.
 
     Raises:
         SettingError: there is a file already, or it cannot be written.

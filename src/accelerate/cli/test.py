@@ -32,7 +32,7 @@ precision, training and checkpoints. The exit code is 0 if nothing failed.
 
 
 def _launch_checks(given: dict[str, Any]) -> None:
-    """Launches the checks.
+    """Launch the checks.
 
     Raises:
         RankError: a check failed, after the table was printed; or a process did.
@@ -82,7 +82,7 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # n
 
 
 def test_command(args: argparse.Namespace) -> None:
-    """Launches the checks and prints what they saw.
+    """Launch the checks and print what they saw.
 
     Args:
         args: what ``test_command_parser().parse_args()`` returned.

@@ -194,7 +194,7 @@ def _target_file(path: Path, output: str | None, overwrite: bool) -> Path:
 
 
 def convert_file(config_file: str, output_file: str | None = None, overwrite: bool = False) -> list[str]:
-    """Converts a file and returns what there is to say about it.
+    """Convert a file and return what there is to say about it.
 
     Args:
         config_file: an FSDP1 configuration file.
@@ -246,7 +246,7 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def to_fsdp2_command(args: argparse.Namespace) -> None:
-    """Converts what ``to_fsdp2_command_parser().parse_args(...)`` names.
+    """Convert what ``to_fsdp2_command_parser().parse_args(...)`` names.
 
     Raises:
         SettingError: as ``convert_file``.

@@ -136,7 +136,7 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def tpu_command_launcher(args: argparse.Namespace) -> None:
-    """Runs the commands, or prints them.
+    """Run the commands, or print them.
 
     Args:
         args: what ``tpu_command_parser().parse_args()`` returned.

@@ -52,7 +52,7 @@ def clean_option(option: str) -> str | None:
 
 
 def _record_when_typed(action: argparse.Action) -> argparse.Action:
-    """Lets an action add its setting to ``nondefault`` of the namespace when it is typed."""
+    """Let an action add its setting to ``nondefault`` of the namespace when it is typed."""
     kind: type[argparse.Action] = type(action)
     if action.dest == argparse.SUPPRESS:
         return action
@@ -69,7 +69,7 @@ class _FlagContainer(argparse._ActionsContainer):
     """A parser, or a group of one, that takes each flag in both spellings."""
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
-        """Adds a flag in both spellings."""
+        """Add a flag in both spellings."""
         long = (each for name in args if name.startswith("--") for each in flag_spellings(name[2:]))
         return super().add_argument(*dict.fromkeys((*args, *long)), **kwargs)
 
@@ -100,7 +100,7 @@ class CustomHelpFormatter(argparse.HelpFormatter):
         self.titles = [title for switch, title in options_to_group.items() if switch not in typed]
 
     def add_argument(self, action: argparse.Action) -> None:
-        """Adds a flag, unless its group is left out; a group without flags is not shown."""
+        """Add a flag, unless its group is left out; a group without flags is not shown."""
         if getattr(self._current_section, "heading", None) not in self.titles:
             super().add_argument(action)
 
@@ -244,7 +244,7 @@ class LaunchParser(CustomArgumentParser):
         return len(args)
 
     def error(self, message: str) -> NoReturn:
-        """Exits with code 2, as the command does."""
+        """Exit with code 2, as the command does."""
         self.exit(2, f"accelerate launch: {message}\n  fix: accelerate launch --help-all lists all flags\n")
 
 
@@ -316,7 +316,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Runs what ``launch_command_parser().parse_args(...)`` describes, and returns when it has ended.
+    """Run what ``launch_command_parser().parse_args(...)`` describes, and return when it has ended.
 
     Raises:
         AccelerateError: it cannot be started as asked.
@@ -430,32 +430,32 @@ def _single_process(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def simple_launcher(args: argparse.Namespace) -> None:
-    """Runs the script in one process, or under mpirun if there is a file of hosts; see ``launch_command``."""
+    """Run the script in one process, or under mpirun if there is a file of hosts; see ``launch_command``."""
     _launch_namespace(args, **_single_process(args))
 
 
 def multi_gpu_launcher(args: argparse.Namespace) -> None:
-    """Runs the script in one process per device, or as many as asked; see ``launch_command``."""
+    """Run the script in one process per device, or as many as asked; see ``launch_command``."""
     _launch_namespace(args)
 
 
 def deepspeed_launcher(args: argparse.Namespace) -> None:
-    """Runs the script under DeepSpeed; see ``launch_command``."""
+    """Run the script under DeepSpeed; see ``launch_command``."""
     _launch_namespace(args, use_deepspeed=True)
 
 
 def tpu_launcher(args: argparse.Namespace) -> None:
-    """Runs the script on the TPU of this machine; see ``launch_command``."""
+    """Run the script on the TPU of this machine; see ``launch_command``."""
     _launch_namespace(args, tpu=True)
 
 
 def tpu_pod_launcher(args: argparse.Namespace) -> None:
-    """Runs the script on all machines of a TPU pod; see ``launch_command``."""
+    """Run the script on all machines of a TPU pod; see ``launch_command``."""
     _launch_namespace(args, tpu=True, tpu_use_cluster=True)
 
 
 def sagemaker_launcher(sagemaker_config: Any, args: argparse.Namespace) -> None:
-    """Runs the script as a job of Amazon SageMaker; see ``launch_command``.
+    """Run the script as a job of Amazon SageMaker; see ``launch_command``.
 
     Args:
         sagemaker_config: a ``SageMakerConfig``; its keys stand in for those of a configuration file.
@@ -500,7 +500,7 @@ def _single_command(plan: LaunchPlan) -> tuple[list[str], dict[str, str]]:
 def prepare_tpu(
     args: argparse.Namespace, current_env: dict[str, str], pod: bool = False
 ) -> tuple[argparse.Namespace, dict[str, str]]:
-    """Adds to ``current_env`` what a process on a TPU is told.
+    """Add to ``current_env`` what a process on a TPU is told.
 
     Args:
         args: flags, script and its arguments; returned as they are.
@@ -513,14 +513,14 @@ def prepare_tpu(
 
 
 def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Adds to ``current_env`` what the script is told about 8-bit floats, and returns it."""
+    """Add to ``current_env`` what the script is told about 8-bit floats, and return it."""
     return _add_script_variables(args, current_env, "ACCELERATE_FP8_")
 
 
 def prepare_extend_env_parallelism_config(
     args: argparse.Namespace, current_env: dict[str, str]
 ) -> dict[str, str]:
-    """Adds to ``current_env`` what the script is told about its mesh of devices, and returns it."""
+    """Add to ``current_env`` what the script is told about its mesh of devices, and return it."""
     return _add_script_variables(
         args, current_env, "ACCELERATE_USE_PARALLELISM_CONFIG", "PARALLELISM_CONFIG_"
     )

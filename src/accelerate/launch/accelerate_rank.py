@@ -28,7 +28,7 @@ STARTER = os.path.join(os.path.dirname(THIS_FILE), "rank_entry_point.py")
 
 
 def main(fault_file: str, error_file: str, kind: str, target: str, *arguments: str) -> None:
-    """Becomes the script."""
+    """Become the script."""
     report = RankErrorFile(error_file)
     _enable_faulthandler(fault_file)
     sys.excepthook = report.write_exception
@@ -112,7 +112,7 @@ def _is_text(path: str) -> bool:
 
 
 def _set_first_path(folder: str) -> None:
-    """Puts ``folder`` where Python put the folder of this file; in safe-path mode it put nothing there."""
+    """Put ``folder`` where Python put the folder of this file; in safe-path mode it put nothing there."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
 
@@ -152,7 +152,7 @@ class RankErrorFile:
     def write_exception(
         self, kind: type[BaseException], error: BaseException, trace: "TracebackType | None"
     ) -> None:
-        """Writes an exception as Python would print it; this is ``sys.excepthook``."""
+        """Write an exception as Python would print it; this is ``sys.excepthook``."""
         runpy = sys.modules.get("runpy")
         inner = (THIS_FILE, STARTER, "<frozen runpy>", getattr(runpy, "__file__", THIS_FILE))
         while trace is not None and trace.tb_frame.f_code.co_filename in inner:
@@ -171,7 +171,7 @@ class RankErrorFile:
                 file.close()
 
     def write_exit(self, stop: SystemExit) -> None:
-        """Keeps the message of ``sys.exit("message")``, and of ``sys.exit(3)`` that it was called."""
+        """Keep the message of ``sys.exit("message")``, and of ``sys.exit(3)`` that it was called."""
         if stop.code in (None, 0):
             return
         text = "" if isinstance(stop.code, int) else f"{stop.code}\n"

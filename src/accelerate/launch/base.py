@@ -126,7 +126,7 @@ class LaunchKind(ABC, Generic[P]):
 
     @abstractmethod
     def run(self, request: LaunchRequest, plan: P, *, replace: bool) -> None:
-        """Starts the job and returns when it has ended well.
+        """Start the job and return when it has ended well.
 
         Args:
             request: what was asked.
@@ -139,7 +139,7 @@ class LaunchKind(ABC, Generic[P]):
 
 
 def print_line(request: LaunchRequest, line: str) -> None:
-    """Prints one line about the launch on stderr, unless asked to be quiet."""
+    """Print one line about the launch on stderr, unless asked to be quiet."""
     if not request.settings.quiet:
         print(f"accelerate launch: {line}", file=sys.stderr, flush=True)
 
@@ -245,7 +245,7 @@ def origin_variables(request: LaunchRequest) -> dict[str, str]:
 
 @contextmanager
 def explain_start_error(program: str) -> Iterator[None]:
-    """Says in words that a program is none."""
+    """Say in words that a program is none."""
     try:
         yield
     except OSError as error:

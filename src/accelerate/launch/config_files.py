@@ -122,7 +122,7 @@ def default_file() -> Path:
 
 
 def read_config(path: Path, *, is_explicit: bool = True) -> ConfigFile:
-    """Reads a YAML file, or a JSON file by its ending.
+    """Read a YAML file, or a JSON file by its ending.
 
     Raises:
         SettingError: it is missing, unreadable, not valid, or not a table of keys.

@@ -15,7 +15,7 @@ from accelerate.launch.config_files import KeyPath, apply_changes
 
 
 def write_file(path: Path, text: str) -> None:
-    """Puts ``text`` into a file: a reader sees the old file or the new one, never a part.
+    """Put ``text`` into a file: a reader sees the old file or the new one, never a part.
 
     A pipe or a device, such as ``/dev/stdout``, is written to.
 
@@ -59,7 +59,7 @@ def _file_mode(target: Path) -> int:
 
 
 def copy_to_backup(path: Path) -> Path:
-    """Copies a file beside itself, under a name that is free, and returns the copy."""
+    """Copy a file beside itself, under a name that is free, and return the copy."""
     names = (path.with_name(f"{path.name}.bak{number or ''}") for number in range(1000))
     free = next(name for name in names if not name.exists())
     write_file(free, path.read_text(encoding="utf-8"))

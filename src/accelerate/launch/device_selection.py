@@ -37,7 +37,7 @@ class LaunchDeviceSelection:
 
 
 def allocate_devices(request: LaunchRequest, machine: DeviceProbeHost) -> LaunchDeviceSelection:
-    """Chooses the devices and the number of processes.
+    """Choose the devices and the number of processes.
 
     Raises:
         SettingError: what was asked does not fit the machine; the error names both.

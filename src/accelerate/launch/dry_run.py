@@ -36,7 +36,7 @@ class DryRunSection:
 
 
 def print_plan(request: LaunchRequest, plan: LaunchPlan, asked: Sequence[LaunchOptionOrigin]) -> None:
-    """Prints a plan on stdout, a table for each section."""
+    """Print a plan on stdout, a table for each section."""
     for number, part in enumerate(part for part in plan_sections(request, plan, asked) if part.rows):
         if number:
             print()
@@ -44,7 +44,7 @@ def print_plan(request: LaunchRequest, plan: LaunchPlan, asked: Sequence[LaunchO
 
 
 def run_model_dry_run(request: LaunchRequest, plan: LaunchPlan) -> None:
-    """Spreads ``--dry_run_model`` over processes that are not there, in a process of its own.
+    """Spread ``--dry_run_model`` over processes that are not there, in a process of its own.
 
     Raises:
         LaunchError: the model cannot be spread so.

@@ -309,7 +309,7 @@ class LaunchRequest:
         return switches
 
     def check_switches(self) -> None:
-        """Refuses options of a strategy that nobody asked for: they would do nothing.
+        """Refuse options of a strategy that nobody asked for: they would do nothing.
 
         Raises:
             SettingError: there are some.
@@ -398,7 +398,7 @@ def format_value(value: Any) -> str:
 def read_request(
     flags: Mapping[str, Any], program: Sequence[str], script_settings: Sequence[type[Any]]
 ) -> LaunchRequest:
-    """Reads all sources of all settings.
+    """Read all sources of all settings.
 
     Args:
         flags: what was typed, by name; None for "not given".
@@ -489,7 +489,7 @@ def build_request(
 
 
 def _check_keys(file: ConfigFile, script_settings: Sequence[type[Any]]) -> None:
-    """Refuses unknown keys at the top level; each section checks its own."""
+    """Refuse unknown keys at the top level; each section checks its own."""
     rows = [row for row in all_settings(script_settings) if row.in_file]
     valid_keys = {row.section or row.name for row in rows}
     for cls in launcher_settings():

@@ -35,7 +35,7 @@ def choose_kind(request: LaunchRequest) -> LaunchKind[Any]:
 
 
 def launch(request: LaunchRequest, *, replace: bool = False) -> None:
-    """Runs a request: checks it, chooses the kind of launch, starts it, and returns when it has ended well.
+    """Run a request: check it, choose the kind of launch, start it, and return when it has ended well.
 
     With ``--dry_run`` the plan is printed, with ``--print_manifest`` a manifest, and nothing is started.
 
@@ -142,7 +142,7 @@ CONFLICTS = (
 
 
 def check_request(request: LaunchRequest) -> None:
-    """Refuses what contradicts itself, whatever the machine.
+    """Refuse what contradicts itself, whatever the machine.
 
     Raises:
         SettingError: two settings do not go together.
@@ -180,7 +180,7 @@ def check_request(request: LaunchRequest) -> None:
 
 
 def _refuse_conflicts(request: LaunchRequest) -> None:
-    """Refuses settings that exclude each other.
+    """Refuse settings that exclude each other.
 
     Raises:
         SettingError: there are some; the error names both places.
@@ -234,7 +234,7 @@ def _refuse_stdin(request: LaunchRequest) -> None:
 
 
 def _check_program(request: LaunchRequest) -> None:
-    """Refuses a script that is not there; modules are looked for by the Python that runs them.
+    """Refuse a script that is not there; modules are looked for by the Python that runs them.
 
     Raises:
         LaunchError: no script, or no such file; a similar name in its folder is suggested.

@@ -72,7 +72,7 @@ class RankLogSettings:
         return PIPE if which & STDOUT else None, PIPE if which & STDERR else None
 
     def read(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Begins to read a process's output."""
+        """Begin to read a process's output."""
         if process.stdout is None and process.stderr is None:
             return
         log = None if self.folder is None else self._open_log(rank, self.folder / f"rank_{rank}.log")
@@ -117,7 +117,7 @@ class RankLogSettings:
                 log.write(f"{text.rstrip()}\n".encode())
 
     def finish(self) -> None:
-        """Waits for the last lines; processes that ranks left behind may hold pipes open for ever."""
+        """Wait for the last lines; processes that ranks left behind may hold pipes open for ever."""
         deadline = time.monotonic() + FINISH_SECONDS
         for pump in self.reader_threads:
             pump.join(max(0.0, deadline - time.monotonic()))

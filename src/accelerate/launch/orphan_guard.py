@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def main(seconds: float) -> None:
-    """Waits for the launcher's end."""
+    """Wait for the launcher's end."""
     groups: set[int] = set()
     for line in sys.stdin:
         if line == "done\n":
@@ -29,7 +29,7 @@ def main(seconds: float) -> None:
 
 
 def stop_groups(groups: set[int], seconds: float) -> None:
-    """Asks the leaders of process groups to stop, and kills each group when its leader is gone.
+    """Ask the leaders of process groups to stop, and kill each group when its leader is gone.
 
     Leaders that are still there after ``seconds`` are killed with their groups.
     """
@@ -47,7 +47,7 @@ def stop_groups(groups: set[int], seconds: float) -> None:
 
 
 def _send_signal(send: "Callable[[int, int], None]", target: int, number: int) -> bool:
-    """Sends a signal, and says whether there was anybody to get it."""
+    """Send a signal, and say whether there was anybody to get it."""
     try:
         send(target, number)
     except (ProcessLookupError, PermissionError):

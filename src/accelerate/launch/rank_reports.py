@@ -160,7 +160,7 @@ def rank_process(
 
 
 def write_compiled_script(request: LaunchRequest, folder: Path) -> None:
-    """Leaves the compiled script in ``folder`` for all ranks: compiling takes a tenth of a rank's start.
+    """Leave the compiled script in ``folder`` for all ranks: compiling takes a tenth of a rank's start.
 
     Where Python has something to say about the script, nothing is left: each rank compiles it and says it.
     """

@@ -51,7 +51,7 @@ def launch(
     address: str | None = None,
     timeout: float = 600.0,
 ) -> list[Any]:
-    """Calls ``function(*args)`` in processes on the machines of a Ray cluster.
+    """Call ``function(*args)`` in processes on the machines of a Ray cluster.
 
     A program that has called ``ray.init`` uses that cluster, any other one the cluster of ``address``, of
     ``RAY_ADDRESS``, or one that runs on this machine; where there is none, Ray is started here.

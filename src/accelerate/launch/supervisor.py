@@ -99,7 +99,7 @@ class WorkerSupervisor:
         self.stopped_at, self.is_aborting = 0.0, False  # when the first signal to stop came
 
     def run(self) -> JobOutcome:
-        """Starts all, and returns when none is left.
+        """Start all, and return when none is left.
 
         Raises:
             LaunchError: a program cannot be started, or none on Windows.
@@ -166,7 +166,7 @@ class WorkerSupervisor:
                 self.stop_at = time.monotonic() + LINGER_SECONDS
 
     def _apply_deadlines(self) -> None:
-        """Moves on from running to stopping to killing when its time has come."""
+        """Move on from running to stopping to killing when its time has come."""
         now = time.monotonic()
         if self.stop_at is None and any(
             has_traceback(self.folder, rank, process.pid) for rank, process in self.alive.items()
@@ -201,7 +201,7 @@ class WorkerSupervisor:
             self.kill_at = time.monotonic()
 
     def _stop_gracefully(self, number: int) -> bool:
-        """Passes a signal on to ranks that all stop by themselves on it, and gives them time; whether so."""
+        """Pass a signal on to ranks that all stop by themselves on it, and give them time; whether so."""
         graceful_stops = [read_graceful_stop(self.folder, process.pid) for process in self.alive.values()]
         if not graceful_stops or not all(
             armed is not None and number in armed.signals for armed in graceful_stops
@@ -352,7 +352,7 @@ class AttemptRunner:
         first_rank: int = 0,
         reads_stdin: bool = False,
     ) -> tuple[S, RankError | None]:
-        """Runs the processes of this machine to their end.
+        """Run the processes of this machine to their end.
 
         Args:
             create: makes their supervisor, of the arguments of ``WorkerSupervisor``.
@@ -402,7 +402,7 @@ def describe_failure(error: RankError) -> str:
 
 
 def print_restart(line: str, traceback: str, print_line: Callable[[str], None]) -> None:
-    """Prints why all processes start again: a line, after the traceback of the attempt if it has one."""
+    """Print why all processes start again: a line, after the traceback of the attempt if it has one."""
     if traceback:
         print_line(f"the attempt that failed ended in\n{traceback.rstrip()}")
     print_line(line)

@@ -25,7 +25,7 @@ from accelerate.world.network import LOOPBACK, ReservedPort
 
 
 def main(function: str, count: str, port: str, kind: str, target: str, *arguments: str) -> None:
-    """Starts the processes and waits for them."""
+    """Start the processes and wait for them."""
     if kind == "script":
         sys.path[0] = os.path.dirname(os.path.realpath(target))
     # The processes are started afresh with this path and these arguments.
@@ -38,7 +38,7 @@ def main(function: str, count: str, port: str, kind: str, target: str, *argument
 
 
 def run_rank(index: int, function: str, count: int, port: int, kind: str) -> None:
-    """Becomes one of the processes: tells it who it is, and calls the function of the script."""
+    """Become one of the processes: tell it who it is, and call the function of the script."""
     runtime = importlib.import_module("torch_xla.runtime")
     size = runtime.world_size()
     if count > 1 and count != size:

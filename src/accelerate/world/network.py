@@ -119,7 +119,7 @@ class ReservedPort:
             self._socket.close()
 
     def close(self) -> None:
-        """Ends the reservation."""
+        """End the reservation."""
         for resource in (self._claim, getattr(self, "_socket", None)):
             if resource is not None:
                 resource.close()
@@ -161,7 +161,7 @@ def _claim_port_name(number: int) -> socket.socket | None:
 
 
 def _bind_silent_port(number: int) -> socket.socket:
-    """Binds a port on which nobody listens; connections of a finished run that linger there do not count."""
+    """Bind a port on which nobody listens; connections of a finished run that linger there do not count."""
     with _bind_port(number, shared=True) as probe:
         probe.listen()
     return _bind_port(number, shared=True)

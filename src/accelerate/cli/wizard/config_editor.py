@@ -88,7 +88,7 @@ class ConfigValueChange:
 
 
 def set_keys(path: Path, pairs: Iterable[str]) -> list[ConfigValueChange]:
-    """Changes the keys of a file that ``pairs`` name, and leaves everything else as it stands.
+    """Change the keys of a file that ``pairs`` name, and leave everything else as it stands.
 
     Args:
         path: the file; made if there is none.
@@ -133,7 +133,7 @@ def _key_path(values: Mapping[Any, Any], row: Setting) -> KeyPath:
 def save_config(
     path: Path, old: Mapping[Any, Any], new: Mapping[str, Any], *, keeps_copy: bool = False
 ) -> Path | None:
-    """Writes ``new`` over a file that holds ``old``.
+    """Write ``new`` over a file that holds ``old``.
 
     Returns:
         A copy of the file as it was: with ``keeps_copy``, and where its comments could not be kept.
@@ -233,7 +233,7 @@ def _typed_value(row: Setting, value: Any, path: Path) -> Any:
 
 
 def update_file(path: Path) -> tuple[list[ConfigValueChange | str], Path | None]:
-    """Rewrites a file in today's format; a copy of the old one stays beside it if it was changed.
+    """Rewrite a file in today's format; a copy of the old one stays beside it if it was changed.
 
     What has no effect is taken out: options of a way of training that nothing asks for, keys that stand
     twice.

@@ -45,7 +45,7 @@ class StepBack(Exception):  # noqa: N818 - no error
 
 
 def run_wizard(path: Path, before: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Asks everything, shows the file, and asks whether it is right.
+    """Ask everything, show the file, and ask whether it is right.
 
     Args:
         path: the file that will be written.
@@ -86,7 +86,7 @@ def ask_questions(
     given: dict[str, int | str],
     known: Mapping[KeyPath, Any] | None = None,
 ) -> tuple[list[WizardQuestion], WizardAnswers]:
-    """Goes through questions; those that were answered before are not asked again.
+    """Go through questions; those that were answered before are not asked again.
 
     Args:
         way: the questions.
@@ -295,17 +295,17 @@ def print_plain(text: str, style: str = "") -> None:
 
 
 def get_cluster_input() -> ClusterConfig:
-    """Asks about a job on machines of one's own; nothing is written."""
+    """Ask about a job on machines of one's own; nothing is written."""
     return _ask_config(ask_cluster, ClusterConfig, {("compute_environment",): "LOCAL_MACHINE"})
 
 
 def get_sagemaker_input() -> SageMakerConfig:
-    """Asks about a job on Amazon SageMaker; nothing is written."""
+    """Ask about a job on Amazon SageMaker; nothing is written."""
     return _ask_config(ask_sagemaker, SageMakerConfig, {("compute_environment",): SAGEMAKER})
 
 
 def get_user_input() -> ClusterConfig | SageMakerConfig:
-    """Asks where the job runs, and then about it; nothing is written."""
+    """Ask where the job runs, and then about it; nothing is written."""
     answers = WizardAnswers({})
     environment_number = ask_question(environment_question(answers), 0)
     return get_sagemaker_input() if environment_number else get_cluster_input()

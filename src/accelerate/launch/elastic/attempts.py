@@ -146,7 +146,7 @@ class ElasticAgentProcess:
         return time.monotonic() - self.last_contact
 
     def finish(self, timeout: float = 0.0) -> int:
-        """Ends it, with time to say farewell to the others; returns its exit code."""
+        """End it, with time to say farewell to the others; return its exit code."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -194,7 +194,7 @@ class MultiMachineAttemptRunner:
         self.is_local_error = False  # the error is of this machine's processes
 
     def run(self) -> None:
-        """Returns when the job has ended well on all machines.
+        """Return when the job has ended well on all machines.
 
         Raises:
             RankError: a rank failed on some machine, a machine is lost, or the job was stopped.
@@ -214,7 +214,7 @@ class MultiMachineAttemptRunner:
     # --- between attempts
 
     def _wait_next_attempt(self) -> bool:
-        """Waits for the next attempt; False when there is none."""
+        """Wait for the next attempt; False when there is none."""
         began, has_announced = time.monotonic(), False
         watched = bool(self.world)  # before the first attempt nobody is there to be lost
         while True:

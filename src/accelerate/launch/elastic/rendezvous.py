@@ -67,7 +67,7 @@ class StaticRendezvous:
         self.store.set_timeout(timedelta(seconds=max(1.0, job["machine_timeout"])))
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Waits for all machines; a launch that was started again takes the place of the one before it.
+        """Wait for all machines; a launch that was started again takes the place of the one before it.
 
         Each machine signs again and again, and the last signs of a launch that was killed grow old. Machine 0
         says who has met.
@@ -181,7 +181,7 @@ class DynamicRendezvous:
             ) from error
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Waits for enough machines."""
+        """Wait for enough machines."""
         info = self.handler.next_rendezvous()
         return RendezvousInfo(info.store, info.rank, info.world_size, self.address or self.host)
 
@@ -191,7 +191,7 @@ class DynamicRendezvous:
         return waiting
 
     def shutdown(self) -> None:
-        """Tells machines that still wait to join that the job is over."""
+        """Tell machines that still wait to join that the job is over."""
         self.handler.shutdown()
 
 
@@ -264,7 +264,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def check_meeting_point(host: str, number: int, *, seconds: float, say: Callable[[str], None]) -> None:
-    """Looks whether this machine knows where the others meet; waits for a name that may only be late.
+    """Look whether this machine knows where the others meet; wait for a name that may only be late.
 
     Args:
         host: the name or address of machine 0.

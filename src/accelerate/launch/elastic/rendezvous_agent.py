@@ -144,7 +144,7 @@ class AttemptCoordinator:
                 self._report_local_event(message)
 
     def _report_local_event(self, message: Message) -> None:
-        """Tells the others what happened here; of a failure, first of all that there is one."""
+        """Tell the others what happened here; of a failure, first of all that there is one."""
         if message["event"] == "failing":
             self.claim = self.store.add("claims", 1)
             failure_claim = {"machine": self.info.machine_rank, "age": message["age"]}
@@ -185,7 +185,7 @@ class AttemptCoordinator:
             self.post_verdict({**self.local_result, "kind": "failed", "restart": restart})
 
     def post_verdict(self, verdict: Message) -> None:
-        """Writes the verdict, unless there is one."""
+        """Write the verdict, unless there is one."""
         if self.store.check(["verdict"]):
             return
         who = {"machine": self.info.machine_rank, "host": self.job["hostname"]}
@@ -271,7 +271,7 @@ class AttemptCoordinator:
             self.store.add("stopped", 1)
 
     def wait_verdict_read(self, verdict: Message) -> None:
-        """Stays until all have heard the verdict, for the store goes with the machine that holds it."""
+        """Stay until all have heard the verdict, for the store goes with the machine that holds it."""
         from torch.distributed import DistError
 
         if verdict.get("torn"):
@@ -287,7 +287,7 @@ class AttemptCoordinator:
 
 
 def run_job(launcher: AgentLauncherPipe, job: Message) -> None:
-    """Meets, watches, and meets again until the job is over.
+    """Meet, watch, and meet again until the job is over.
 
     Raises:
         LaunchError: the machines do not find each other.
@@ -348,7 +348,7 @@ def exchange_machine_info(info: RendezvousInfo, job: Message, restarts: int) -> 
 
 
 def _raise_on_all_machines(info: RendezvousInfo, what: str, why: str, fix: str) -> None:
-    """Raises what all machines raise; the one with the store stays until all have read it."""
+    """Raise what all machines raise; the one with the store stays until all have read it."""
     deadline = time.monotonic() + LEAVE_SECONDS
     info.store.add("refused", 1)
     while info.machine_rank == 0 and time.monotonic() < deadline:
@@ -363,7 +363,7 @@ def _print_line(line: str) -> None:
 
 
 def main() -> None:
-    """Runs until the job is over. It leaves at once then: threads of a library may hang."""
+    """Run until the job is over. It leaves at once then: threads of a library may hang."""
     # Schedulers signal every process of a job. This one stays as long as its launcher has something to say.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     launcher = AgentLauncherPipe()

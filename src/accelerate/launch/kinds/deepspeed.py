@@ -55,7 +55,7 @@ class DeepSpeedLaunch(LaunchKind[LaunchPlan]):
         _check_filters(request)
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """Makes the command; see ``LaunchKind.plan``.
+        """Make the command; see ``LaunchKind.plan``.
 
         Raises:
             MissingExtraError: DeepSpeed is not installed here.
@@ -82,7 +82,7 @@ class DeepSpeedLaunch(LaunchKind[LaunchPlan]):
         )
 
     def run(self, request: LaunchRequest, plan: LaunchPlan, *, replace: bool) -> None:
-        """Starts the command and watches it; see ``LaunchKind.run``."""
+        """Start the command and watch it; see ``LaunchKind.run``."""
         from accelerate.launch import rank_reports
         from accelerate.launch.supervisor import WorkerSupervisor
 

@@ -127,7 +127,7 @@ class ElasticLaunch(LaunchKind[ElasticLaunchPlan]):
             find_endpoint(request)
 
     def plan(self, request: LaunchRequest) -> ElasticLaunchPlan:
-        """Chooses devices, processes and the place to meet; see ``LaunchKind.plan``."""
+        """Choose devices, processes and the place to meet; see ``LaunchKind.plan``."""
         self.check(request)
         machine, conf = DeviceProbeHost(), parse_rdzv_conf(request)
         allocation, endpoint = allocate_devices(request, machine), find_endpoint(request)
@@ -145,7 +145,7 @@ class ElasticLaunch(LaunchKind[ElasticLaunchPlan]):
         )
 
     def run(self, request: LaunchRequest, plan: ElasticLaunchPlan, *, replace: bool) -> None:
-        """Starts the job; see ``LaunchKind.run``. This process stays: it watches."""
+        """Start the job; see ``LaunchKind.run``. This process stays: it watches."""
         from accelerate.launch.elastic import rendezvous
         from accelerate.launch.elastic.attempts import ElasticAgentProcess, MultiMachineAttemptRunner
         from accelerate.launch.supervisor import open_attempts
@@ -305,7 +305,7 @@ def _split_endpoint(text: str, where: str) -> tuple[str, int | None]:
 
 
 def _check_machine_rank(request: LaunchRequest, endpoint: RendezvousEndpoint) -> None:
-    """Refuses machine 0 by default where rank 0 is plainly elsewhere: the others would wait for ever."""
+    """Refuse machine 0 by default where rank 0 is plainly elsewhere: the others would wait for ever."""
     from accelerate.launch.elastic.rendezvous import is_this_machine
 
     options, number = request.values_of(ElasticLaunchSettings), request.origin("machine_rank")

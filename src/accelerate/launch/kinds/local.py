@@ -57,7 +57,7 @@ class LocalLaunch(LaunchKind[LaunchPlan]):
         return not request.get("max_restarts") and (tee == "0" or not (tee or request.settings.log_dir))
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """Chooses devices and processes; see ``LaunchKind.plan``."""
+        """Choose devices and processes; see ``LaunchKind.plan``."""
         machine = DeviceProbeHost()
         allocation = allocate_devices(request, machine)
         device, count = allocation.device.type, allocation.processes
@@ -85,7 +85,7 @@ class LocalLaunch(LaunchKind[LaunchPlan]):
         )
 
     def run(self, request: LaunchRequest, plan: LaunchPlan, *, replace: bool) -> None:
-        """Starts the job; see ``LaunchKind.run``."""
+        """Start the job; see ``LaunchKind.run``."""
         logs, size = RankLogSettings(request.settings.tee, request.settings.log_dir), len(plan.commands)
         restarts, run_id = request.get("max_restarts"), os.urandom(4).hex()
         has_group = size > 1 or asks_for_group(request)
@@ -274,7 +274,7 @@ def script_command(request: LaunchRequest) -> tuple[str, ...]:
 
 
 def replace_process(request: LaunchRequest, env: dict[str, str]) -> None:
-    """Replaces this process by the script.
+    """Replace this process by the script.
 
     Raises:
         LaunchError: the program cannot be started.

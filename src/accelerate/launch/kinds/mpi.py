@@ -141,7 +141,7 @@ class MpiLaunch(LaunchKind[MPILaunchPlan]):
                 )
 
     def plan(self, request: LaunchRequest) -> MPILaunchPlan:
-        """Reads the file of machines and writes the command; see ``LaunchKind.plan``."""
+        """Read the file of machines and write the command; see ``LaunchKind.plan``."""
         self.check(request)
         hosts = read_hosts(request)
         size = _count_processes(request, hosts)
@@ -179,7 +179,7 @@ class MpiLaunch(LaunchKind[MPILaunchPlan]):
         )
 
     def run(self, request: LaunchRequest, plan: MPILaunchPlan, *, replace: bool) -> None:
-        """Runs mpirun; see ``LaunchKind.run``."""
+        """Run mpirun; see ``LaunchKind.run``."""
         import subprocess
 
         # The plan may have learnt of more variables since its command was written for people.

@@ -84,7 +84,7 @@ class RayLaunch(LaunchKind[LaunchPlan]):
         )
 
     def run(self, request: LaunchRequest, plan: LaunchPlan, *, replace: bool) -> None:
-        """Starts the job; see ``LaunchKind.run``."""
+        """Start the job; see ``LaunchKind.run``."""
         from accelerate.launch.ray_job import RayJob
 
         options = request.values_of(RaySettings)

@@ -115,7 +115,7 @@ class SageMakerLaunch(LaunchKind[SageMakerLaunchPlan]):
         return request.settings.compute_environment == "AMAZON_SAGEMAKER"
 
     def plan(self, request: LaunchRequest) -> SageMakerLaunchPlan:
-        """Makes the arguments of the job; see ``LaunchKind.plan``."""
+        """Make the arguments of the job; see ``LaunchKind.plan``."""
         _check_request(request)
         options, group = request.values_of(SageMakerSettings), _distribution(request)
         variables = {"ACCELERATE_MIXED_PRECISION": "no", **request.script_variables()}
@@ -134,7 +134,7 @@ class SageMakerLaunch(LaunchKind[SageMakerLaunchPlan]):
         )
 
     def run(self, request: LaunchRequest, plan: SageMakerLaunchPlan, *, replace: bool) -> None:
-        """Starts the job and waits for its end; see ``LaunchKind.run``."""
+        """Start the job and wait for its end; see ``LaunchKind.run``."""
         options = request.values_of(SageMakerSettings)
         with environ.patch_environment(_credentials(options)):
             _estimator_class()(**plan.estimator).fit(inputs=plan.inputs)
@@ -267,7 +267,7 @@ def _distribution(request: LaunchRequest) -> str:
 
 
 def _check_request(request: LaunchRequest) -> None:
-    """Refuses what the job cannot do without, and what it cannot do."""
+    """Refuse what the job cannot do without, and what it cannot do."""
     for name in ("ec2_instance_type", "iam_role_name"):
         if not request.get(name):
             location = request.origin("compute_environment").where

@@ -38,7 +38,7 @@ class ScheduledRankLaunch(LaunchKind[LaunchPlan]):
         return scheduler is not None and (scheduler.is_rank or _is_only_process(request, scheduler))
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """Finds the place of the rank; see ``LaunchKind.plan``."""
+        """Find the place of the rank; see ``LaunchKind.plan``."""
         scheduler, machine = request.scheduler, DeviceProbeHost()
         assert scheduler is not None
         _refuse_other_numbers(request, scheduler)
@@ -66,7 +66,7 @@ class ScheduledRankLaunch(LaunchKind[LaunchPlan]):
         )
 
     def run(self, request: LaunchRequest, plan: LaunchPlan, *, replace: bool) -> None:
-        """Becomes the rank; see ``LaunchKind.run``."""
+        """Become the rank; see ``LaunchKind.run``."""
         logs = RankLogSettings(request.settings.tee, request.settings.log_dir)
         variables: Variables = {
             **plan.variables,
@@ -118,7 +118,7 @@ def rank_variables(request: LaunchRequest, scheduler: JobSchedulerContext) -> di
 
 
 def _refuse_other_numbers(request: LaunchRequest, scheduler: JobSchedulerContext) -> None:
-    """Refuses numbers that are not those of the job around.
+    """Refuse numbers that are not those of the job around.
 
     Raises:
         SettingError: there is one; the error names both places.
@@ -181,7 +181,7 @@ def _setting_effects(request: LaunchRequest, scheduler: JobSchedulerContext) -> 
 
 
 def _run_supervised(request: LaunchRequest, variables: Variables, logs: RankLogSettings) -> None:
-    """Runs the rank below this process, which reads its output or outlives it."""
+    """Run the rank below this process, which reads its output or outlives it."""
     from accelerate.launch.supervisor import WorkerSupervisor, open_attempts
 
     assert request.scheduler is not None

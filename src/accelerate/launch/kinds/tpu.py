@@ -132,7 +132,7 @@ class TpuLaunch(LaunchKind[LaunchPlan]):
                 )
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """Makes the command; see ``LaunchKind.plan``."""
+        """Make the command; see ``LaunchKind.plan``."""
         self.check(request)
         pod = _uses_pod(request)
         count = request.settings.num_processes
@@ -151,7 +151,7 @@ class TpuLaunch(LaunchKind[LaunchPlan]):
         )
 
     def run(self, request: LaunchRequest, plan: LaunchPlan, *, replace: bool) -> None:
-        """Starts the command; see ``LaunchKind.run``."""
+        """Start the command; see ``LaunchKind.run``."""
         pod = _uses_pod(request)
         if pod:
             check_gcloud_installed()
@@ -272,7 +272,7 @@ def worker_command(
 
 
 def check_gcloud_installed() -> None:
-    """Refuses to go on without gcloud.
+    """Refuse to go on without gcloud.
 
     Raises:
         LaunchError: it is not on the PATH.

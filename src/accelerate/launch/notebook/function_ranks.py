@@ -36,7 +36,7 @@ THIS_FILE = __file__
 def run_payload(
     file: io.BufferedReader, header: dict[str, Any], folder_name: str, local_rank: str = ""
 ) -> None:
-    """Reads a function and its arguments, calls it, and leaves its result.
+    """Read a function and its arguments, call it, and leave its result.
 
     Args:
         file: the parcel, its beginning read.
@@ -63,7 +63,7 @@ def run_payload(
 
 
 def call_function(function: Callable[..., Any], args: tuple[Any, ...], folder: Path, rank: int) -> None:
-    """Calls the function; its exit code and message, when it leaves by ``sys.exit``, are kept.
+    """Call the function; its exit code and message, when it leaves by ``sys.exit``, are kept.
 
     ``sys.exit()`` and ``sys.exit(0)`` are the end of a function that returns nothing.
     """
@@ -112,7 +112,7 @@ class ExceptionHook:
         self.error_file = RankErrorFile(str(rank_file(folder, rank, "error")))
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Writes both; what of an exception cannot be pickled is told by its text alone."""
+        """Write both; what of an exception cannot be pickled is told by its text alone."""
         trace = trim_traceback(error, _trim_traceback(trace))
         if os.getpid() == self.error_file.rank:
             with suppress(*payload.UNPICKLABLE):
@@ -198,7 +198,7 @@ class ForkSupervisor(WorkerSupervisor):
 
 
 def _run_as_rank(rank: int, copy: ForkedRankSpec, outputs: dict[int, int]) -> None:
-    """Turns this copy into a rank; it never returns into the program that was copied."""
+    """Turn this copy into a rank; it never returns into the program that was copied."""
     code = 1
     try:
         os.setsid()

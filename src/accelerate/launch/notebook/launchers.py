@@ -38,7 +38,7 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> list[Any]:
-    """Calls ``function(*args)`` on several processes, and shows here what they print and raise.
+    """Call ``function(*args)`` on several processes, and show here what they print and raise.
 
     The function is sent to fresh processes, with everything of the notebook that it uses, so it does not
     matter what this process has done before. If it cannot be sent, the processes are copies of this one. One
@@ -130,7 +130,7 @@ def notebook_launcher(
 def debug_launcher(
     function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
 ) -> list[Any]:
-    """Calls ``function(*args)`` on processes of the CPU: for tests, also on machines with accelerators.
+    """Call ``function(*args)`` on processes of the CPU: for tests, also on machines with accelerators.
 
     Args:
         function: a function of any place, also one defined in a test.
@@ -163,7 +163,7 @@ def debug_launcher(
 
 
 def test_launch() -> None:
-    """Opens the world of this process; raises what stands in the way."""
+    """Open the world of this process; raise what stands in the way."""
     from accelerate.world import world
 
     world.open()

@@ -37,7 +37,7 @@ class ProcessLocalObjectError(LaunchError):
 
 
 def write_payload(path: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Writes what a rank needs to call ``function(*args)``.
+    """Write what a rank needs to call ``function(*args)``.
 
     Raises:
         ProcessLocalObjectError: it uses an Accelerator of this process, or a tensor of its
@@ -78,7 +78,7 @@ def cell_sources() -> dict[str, Any]:
 
 
 def dump_by_value(value: Any, *, where: str = "", bare: bool = False) -> bytes:
-    """Pickles a value; what ``__main__`` defines, and what no other process could import, goes by value.
+    """Pickle a value; what ``__main__`` defines, and what no other process could import, go by value.
 
     Args:
         value: anything.
@@ -99,7 +99,7 @@ def dump_by_value(value: Any, *, where: str = "", bare: bool = False) -> bytes:
 
 
 def _pickle(buffer: io.BytesIO, value: Any, bare: bool) -> dict[str, int]:
-    """Pickles; returns device -> bytes of the tensors that are not on the CPU."""
+    """Pickle; return device -> bytes of the tensors that are not on the CPU."""
     import cloudpickle
 
     torch = sys.modules.get("torch")
@@ -155,7 +155,7 @@ def _refuse_graph(tensor: Any) -> None:
 
 @contextmanager
 def _pickle_module_by_value(value: Any) -> Iterator[None]:
-    """Has the module of a function go by value where another process could not import it."""
+    """Let the module of a function go by value where another process could not import it."""
     import cloudpickle
 
     call = value[0] if isinstance(value, tuple) and value else value

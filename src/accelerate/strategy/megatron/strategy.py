@@ -214,7 +214,7 @@ class Megatron(MegatronOpenGradients, EngineStrategy):
         self._stepper(optimizer).step()
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
-        """Clears Megatron-LM's gradients."""
+        """Clear Megatron-LM's gradients."""
         self._stepper(optimizer).clear()
 
     def _stepper(self, optimizer: Any) -> MegatronOptimizerStepper:

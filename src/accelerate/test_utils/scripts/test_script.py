@@ -2,7 +2,7 @@
 
 
 def main() -> None:
-    """Runs the checks, and ends this process with code 1 if one failed."""
+    """Run the checks, and end this process with code 1 if one failed."""
     from accelerate.check import run
 
     run.main()
