@@ -794,6 +794,35 @@ def test_a_rank_that_dies_before_the_group_is_complete_is_named(
     assert "rank 1 is gone while rank 0 was in the opening of the process group" in first.message
 
 
+def die_when_the_group_is_open(dead: int) -> None:
+    """A rank ends as soon as it has opened the group, before it says so; the other is a second later."""
+    import torch.distributed as dist
+
+    from accelerate import Accelerator
+
+    rank, default_store = int(os.environ["RANK"]), dist.distributed_c10d._get_default_store
+
+    def die_or_wait() -> object:  # called first when the group is open
+        if rank == dead:
+            os._exit(3)
+        time.sleep(1.0)
+        return default_store()
+
+    dist.distributed_c10d._get_default_store = die_or_wait
+    Accelerator(cpu=True).wait_for_everyone()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_dies_when_the_group_is_open_is_named(ranks: RankServer, dead: int) -> None:
+    """The other waited for the timeout: for an answer of the store's host, or for a process it did not know."""
+    outcomes = ranks.outcomes(2, die_when_the_group_is_open, dead, timeout=100, grace=60)
+    other = outcomes[1 - dead]
+    assert outcomes[dead].status == "died"
+    assert issubclass(getattr(errors, other.kind, object), CollectiveError), other
+    assert f"rank {dead}" in other.message
+    assert f"is gone while rank {1 - dead} was " in other.message
+
+
 def wait_for_nobody(present: int) -> None:
     from accelerate import Accelerator, InitProcessGroupKwargs
 

@@ -140,6 +140,23 @@ def test_a_rank_ends_after_all_have_opened_the_group(monkeypatch: pytest.MonkeyP
     assert store.has("ended/1")
 
 
+def test_a_rank_ends_after_all_have_opened_its_other_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a large broadcast too: the source and who has it are done before the others are connected."""
+    monkeypatch.delattr(sys, "last_value", raising=False)  # of a test before
+    store = own_store()
+    watch, peer = Watchdog(1, 2, 30.0, store), peers.PeerProcesses(store, 0, 0)
+    watch.thread.start()
+    peer.announce_opening(2)
+    watch.processes.announce_opening(2, "letters")
+    ending = Thread(target=watch.shut_down)
+    ending.start()
+    ending.join(0.3)
+    assert ending.is_alive()
+    peer.announce_opening(2, "letters")
+    ending.join(1.0)
+    assert not ending.is_alive()
+
+
 def test_processes_are_looked_up_on_their_own_machine_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

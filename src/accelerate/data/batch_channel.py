@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate.core.errors import CollectiveError, PeerError, PrepareError
-from accelerate.world import collective
+from accelerate.world import collective, watchdog
 from accelerate.world import world as worlds
 
 # Kinds of messages.
@@ -210,7 +210,10 @@ def channel() -> BatchChannel:
     if _channel is None or _channel.default_group is not default_group:
         world = worlds.current()
         timeout = None if world is None else world.timeout
-        _channel = BatchChannel(dist.new_group(backend="gloo", timeout=timeout), default_group)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        if (watch := watchdog.current()) is not None:
+            watch.processes.announce_opening(watch.size, group.group_name)
+        _channel = BatchChannel(group, default_group)
         worlds.add_close_action(_close_channel)
         atexit.register(_close_channel)  # runs before the group is closed, since that was registered earlier
     return _channel

@@ -478,6 +478,7 @@ class ControlChannel:
         limit = timedelta(seconds=watch.timeout + 30)
         store = dist.distributed_c10d.PrefixStore("letters", client.store)
         self._group = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
+        watch.processes.announce_opening(self.size, "letters")  # a broadcast is no barrier
         return self._group
 
     def _transfer(self, start: Callable[[Any], Any], operation: str) -> None:

@@ -151,36 +151,42 @@ class PeerProcesses:
         store: which all ranks share.
         rank: of this process.
         thread: the thread that works, whose stack others ask for.
+        known: processes that are known already: those that met before the group was opened.
     """
 
-    def __init__(self, store: StoreClient, rank: int, thread: int) -> None:
+    def __init__(
+        self, store: StoreClient, rank: int, thread: int, known: dict[int, tuple[int, str]] | None = None
+    ) -> None:
         self.store, self.rank, self.thread = store, rank, thread
         self._answered_question = ""
-        self._known: dict[int, tuple[int, str]] = {}
+        self.known = known or {}
+        self._groups = ["default"]
 
     def publish(self) -> None:
         """Tell the others the process of this rank."""
         self.store.put(f"process/{self.rank}", f"{os.getpid()} {process_namespace()}")
 
-    def announce_opening(self, size: int) -> None:
-        """Tell the others that this rank has opened the group of ``size`` ranks."""
-        if self.store.add("opened") == size:
-            self.store.put("all_opened", "")
+    def announce_opening(self, size: int, group: str = "default") -> None:
+        """Tell the others that this rank has opened a group of all ``size`` ranks."""
+        if group not in self._groups:
+            self._groups.append(group)
+        if self.store.add(f"opened/{group}") == size:
+            self.store.put(f"all_opened/{group}", "")
 
     def await_opening(self, seconds: float) -> None:
-        """Wait until all ranks have opened the group, for so many seconds at most.
+        """Wait until all ranks have opened the groups, for so many seconds at most.
 
         A rank that ends closes its connections, and gloo fails in one that is still making them.
         """
-        self.store.wait(["all_opened"], seconds)
+        self.store.wait([f"all_opened/{group}" for group in self._groups], seconds)
 
     def _find(self, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
         """Return the processes of ranks and where their numbers mean something; (0, "") if unknown."""
-        keys = {f"process/{rank}": rank for rank in ranks if rank not in self._known}
+        keys = {f"process/{rank}": rank for rank in ranks if rank not in self.known}
         for key, text in (self.store.read(list(keys)) if keys else {}).items():
             pid, _, namespace = text.partition(" ")
-            self._known[keys[key]] = int(pid), namespace
-        return {rank: self._known.get(rank, (0, "")) for rank in ranks}
+            self.known[keys[key]] = int(pid), namespace
+        return {rank: self.known.get(rank, (0, "")) for rank in ranks}
 
     def find_gone(self, ranks: Sequence[int]) -> tuple[int, int] | None:
         """Return a rank whose process, on this machine, is gone, and that process; None without one."""

@@ -203,7 +203,7 @@ _client_count = 0
 
 
 @dataclass
-class _StoreConnection:
+class StoreConnection:
     """The connection of this process to a store. Its threads share it: no request waits for another rank.
 
     It is another one than the store's own, in which a thread may wait for a key. At rank 0 a connection is a
@@ -223,6 +223,8 @@ class StoreClient:
     Args:
         store: the store of the process group.
         size: ranks that use it.
+        connection: one that this process has to the store already; a new one waits long for a host that is
+            gone.
 
     Attributes:
         store: the store under this client's prefix, for torch.
@@ -230,7 +232,7 @@ class StoreClient:
         pace: how many times rarer than in a small world a rank asks the store while it waits.
     """
 
-    def __init__(self, store: Any, size: int = 1) -> None:
+    def __init__(self, store: Any, size: int = 1, connection: StoreConnection | None = None) -> None:
         from torch.distributed.distributed_c10d import PrefixStore
 
         global _client_count
@@ -239,12 +241,12 @@ class StoreClient:
         self.group_store = store
         self.store: Any = PrefixStore(self._prefix, store)
         self.pace = max(1.0, size / LARGE_WORLD)
-        self._connection = _StoreConnection()
+        self.connection = connection or StoreConnection()
 
     @property
     def is_lost(self) -> bool:
         """True once the store does not answer any more: the process that hosts it is gone."""
-        return self._connection.is_lost
+        return self.connection.is_lost
 
     def open_prefix(self, prefix: str) -> StoreClient:
         """Return a client of the same store under a prefix of this one's."""
@@ -259,7 +261,7 @@ class StoreClient:
         from torch.distributed import DistStoreError  # pyright: ignore[reportPrivateImportUsage] - documented
         from torch.distributed.distributed_c10d import PrefixStore
 
-        connection = self._connection
+        connection = self.connection
         if connection.is_lost:
             return None
         timeout = timedelta(seconds=REQUEST_TIMEOUT)
@@ -356,7 +358,7 @@ class StoreClient:
                     time.sleep(min(rest, WAIT_SLICE))
                     if check is not None:
                         check()
-                if self._connection.is_lost or time.monotonic() >= until:
+                if self.connection.is_lost or time.monotonic() >= until:
                     return False
                 pause = min(pause * 2, longest_pause)
         return True

@@ -24,6 +24,7 @@ from accelerate.world.rank_failure_report import gone_process_report, lost_store
 
 SLICE = 0.5  # seconds between two looks at the processes
 MAX_SLICE = 5.0  # ... in large worlds
+CONNECT_TIMEOUT = 30.0  # seconds to connect once more to a store that has answered
 GRACE = 2.0  # seconds that torch has to notice by itself that a rank is gone
 
 
@@ -60,8 +61,10 @@ class Rendezvous:
                 "found no store of the process group",
                 f"rank 0 does not host it: {str(error).splitlines()[0]}",
             ) from error
+        # Until ``wait`` has its other connection: torch goes on connecting to a host that is gone.
+        self.tcp_store.set_timeout(timedelta(seconds=CONNECT_TIMEOUT))
         client = StoreClient(self.tcp_store, cluster.size)
-        self._client, self._processes = client, PeerProcesses(client, cluster.rank, threading.get_ident())
+        self._client, self.processes = client, PeerProcesses(client, cluster.rank, threading.get_ident())
         first = cluster.rank - cluster.local_rank
         self._local_ranks = [
             rank for rank in range(first, first + cluster.local_size) if rank != cluster.rank
@@ -82,7 +85,7 @@ class Rendezvous:
             PeerError: one that had come is gone.
             WorldError: some have not come within the timeout.
         """
-        self._processes.publish()
+        self.processes.publish()
         until = time.monotonic() + self.timeout.total_seconds()
         interval = min(SLICE * self._client.pace, MAX_SLICE)
         if self._client.add("came") == self.cluster.size:
@@ -93,7 +96,7 @@ class Rendezvous:
                 raise self._peer_error()
             if time.monotonic() >= until:
                 raise self._missing_ranks_error()
-        # Torch before 2.10 has one connection, in which it waits itself from now on.
+        # Torch waits in it from now on; before 2.10 it is the only connection.
         self._look()
         self.tcp_store.set_timeout(self.timeout)
 
@@ -126,7 +129,7 @@ class Rendezvous:
                 return
 
     def _look(self) -> None:
-        self._gone = self._gone or self._processes.find_gone(self._local_ranks)
+        self._gone = self._gone or self.processes.find_gone(self._local_ranks)
 
     def _peer_error(self) -> CollectiveError:
         """Return the error for the rank that is gone."""

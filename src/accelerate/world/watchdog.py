@@ -67,6 +67,7 @@ WAIT_REPORT_DELAY = 1.5  # seconds in one collective until a rank publishes that
 TORCH_WAIT_DELAY = 5.0  # ... in one call of torch, which may compute that long
 HINT_DELAY = 10.0  # seconds until it also logs a warning
 EXIT_GRACE = 2.0  # seconds that rank 0, which may host the store, waits for the others to read it
+OPENING_GRACE = 30.0  # ... that a rank which ends waits for those that still open a group with it
 DIAGNOSIS_TIMEOUT = 3.0  # seconds to find out which rank closed a connection
 DIAGNOSIS_INTERVAL = 0.1  # seconds between polls meanwhile; up to ten times that in large worlds
 REPORT_TIMEOUT = 10.0  # seconds in which the rank that writes the report of a large world does so
@@ -80,12 +81,21 @@ def current() -> Watchdog | None:
     return _current
 
 
-def start(rank: int, size: int, timeout: timedelta | None) -> None:
+def start(
+    rank: int,
+    size: int,
+    timeout: timedelta | None,
+    met: PeerProcesses | None = None,
+    *,
+    opening_grace: float = EXIT_GRACE,
+) -> None:
     """Start the watchdog; called when a world of several processes opens.
 
     Args:
         rank, size: rank of this process and world size.
         timeout: longest wait of a collective of this package; None takes the group's.
+        met: the processes that have met in the store of the group, if this package let them meet.
+        opening_grace: seconds that a rank which ends waits until all have opened the group.
     """
     global _current, _hooks_installed
     import torch.distributed as dist
@@ -103,8 +113,9 @@ def start(rank: int, size: int, timeout: timedelta | None) -> None:
         return
     if _current is not None:
         shut_down()
-    _current = Watchdog(rank, size, timeout.total_seconds(), StoreClient(store, size), counters)
-    _current.group = dist.group.WORLD
+    client = StoreClient(store, size, met and met.store.connection)
+    _current = Watchdog(rank, size, timeout.total_seconds(), client, counters, met and met.known)
+    _current.group, _current.opening_grace = dist.group.WORLD, opening_grace
     # Early: a rank that never calls a collective of this package may wait for others in torch.
     _current.thread.start()
     if not _hooks_installed:
@@ -161,6 +172,7 @@ class Watchdog:
         was_interrupted: a rank has left the attempt that the ranks make together (``DEPARTURES``) while this
             one was in a collective of torch; the default group is closed.
         group: the default process group.
+        opening_grace: seconds that this rank, when it ends, waits until all have opened the groups.
         shutdown_actions: called when the watchdog stops.
         poll_actions: called by the thread at each poll while some rank waits long.
         thread: the one that polls.
@@ -173,6 +185,7 @@ class Watchdog:
         timeout: float,
         store: StoreClient,
         counters: Sequence[Callable[[], int]] = (),
+        known: dict[int, tuple[int, str]] | None = None,
     ) -> None:
         self.rank, self.size, self.timeout, self.store = rank, size, timeout, store
         self.exchange_count = 0
@@ -188,8 +201,9 @@ class Watchdog:
         self._stop_event = threading.Event()
         self._report_event = threading.Event()
         self._poll_lock = threading.Lock()
-        self._counters = list(counters)
+        self._counters, self._known_processes = list(counters), known
         self.group: object = None
+        self.opening_grace = OPENING_GRACE
         self._other_groups, self._interrupted_at = set[str](), 0.0
         self.shutdown_actions: list[Callable[[], None]] = []
         self.poll_actions: list[Callable[[], object]] = []
@@ -202,7 +216,7 @@ class Watchdog:
     @cached_property
     def processes(self) -> PeerProcesses:
         """The processes of the other ranks."""
-        return PeerProcesses(self.store, self.rank, self.caller_thread)
+        return PeerProcesses(self.store, self.rank, self.caller_thread, self._known_processes)
 
     def use_group(self, group: Any) -> None:
         """Watch a new default process group, which replaces one that was interrupted."""
@@ -304,7 +318,7 @@ class Watchdog:
         if error is not None:
             self.announce_failure(error)
         elif not self.store.is_lost:
-            self.processes.await_opening(EXIT_GRACE)
+            self.processes.await_opening(self.opening_grace)
             self._has_ended = True
             self.store.put(f"at/{self.rank}", self._own_status().to_json())
             self.store.put("alarm", "")

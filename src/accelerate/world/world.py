@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from accelerate.device.base import Device
+    from accelerate.world.peers import PeerProcesses
 
 
 @check_arguments
@@ -135,6 +136,8 @@ _owns_group = False
 # port.
 _store: Any = None
 _group_count = 0
+# The processes that have met in that store without a launcher.
+_met: PeerProcesses | None = None
 
 
 # The back end and timeout of the group.
@@ -317,7 +320,8 @@ def _open_distributed(
         share = max(1, (psutil.cpu_count(logical=False) or 1) // local_size)
         torch.set_num_threads(min(share, devices.count_cores(devices.DeviceProbeHost(), local_size)))
     if size > 1:
-        watchdog.start(rank, size, timeout)
+        grace = watchdog.OPENING_GRACE if _owns_group else watchdog.EXIT_GRACE
+        watchdog.start(rank, size, timeout, _met if _owns_group else None, opening_grace=grace)
     # "cpu:gloo,cuda:nccl", or one name for all devices
     joined = dist.get_backend()
     backends = {kind: name for kind, _, name in (part.rpartition(":") for part in joined.split(","))}
@@ -347,7 +351,7 @@ def _open_group(
 ) -> None:
     import torch.distributed as dist
 
-    global _store
+    global _store, _met
     # torch and every library above it read these names; schedulers use others.
     environ.set_variables(
         {
@@ -381,6 +385,7 @@ def _open_group(
             meeting = rendezvous.Rendezvous(cluster, timeout)
             meeting.wait()
             arguments |= meeting.arguments()
+            _met = meeting.processes
         with process_group.record_connections(), meeting.watch() if meeting else nullcontext():
             dist.init_process_group(**arguments)
     except RuntimeError as error:
