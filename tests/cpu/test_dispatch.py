@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accelerate.core.errors import CollectiveError, PrepareError, SettingError
+from tests.support.command import launch
 from tests.support.ranks import RankServer, same_on_all
 
 
@@ -332,6 +333,43 @@ def test_a_rank_that_goes_on_alone_is_told(ranks: RankServer) -> None:
     first, second = ranks(2, left_by_rank_0)
     assert first == "left after 3"
     assert second.startswith("rank 0 left its loop over DataLoader(")
+
+
+APART = """
+import time
+import accelerate.data.batch_channel
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from torch.utils.data import DataLoader
+
+accelerate.data.batch_channel._DRAIN_TIMEOUT = 0.2
+accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+rows = [torch.full(({size},), float(row)) for row in range({rows})]
+steps = 0
+for batch in accelerator.prepare(DataLoader(rows, batch_size=1)):
+    steps += 1
+    if accelerator.process_index == {slow}:
+        time.sleep({pause})
+    if steps == {stop}:
+        break
+print(f"steps: {{steps}}\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        {"size": 1, "rows": 40, "slow": 0, "pause": 0.7, "stop": 2},  # the main process leaves the loop last
+        {"size": 3_000_000, "rows": 8, "slow": 1, "pause": 1.3, "stop": 0},  # what a socket does not hold
+    ],
+    ids=["left", "complete"],
+)
+def test_no_rank_ends_before_a_slower_one_has_its_batches(loop: dict[str, float]) -> None:
+    """It gave up after 20 s: its interpreter aborted, or the other's batch could not be sent."""
+    steps = loop["stop"] or loop["rows"] // 2
+    code, stdout, stderr, _ = launch("--cpu", "--num_processes", "2", script_text=APART.format(**loop))
+    assert (code, stdout.count(f"steps: {steps}")) == (0, 2), stderr
+    assert "Traceback" not in stderr, stderr
 
 
 def two_loaders_in_other_order() -> str:

@@ -39,8 +39,9 @@ _ALIGN = 64
 _MIN_BUFFER = 1 << 16
 # Messages in flight to one rank; rank 0 waits before it sends more.
 _MAX_PENDING = 4
-# Seconds that rank 0 waits at the end for other ranks to receive what was sent.
+# Seconds that a rank waits at the end for messages in flight before it looks where the other ranks are, ...
 _DRAIN_TIMEOUT = 20.0
+_LOOK_INTERVAL = 2.0  # ... and between two looks
 
 
 # --- messages
@@ -183,12 +184,12 @@ class BatchChannel:
     def flush(self) -> None:
         """Wait at exit for messages in flight that other ranks still need."""
         if not hasattr(sys, "last_value"):
-            _wait_some_seconds([item for loop in self.pending.values() for item in loop])
+            _await_delivery([item for loop in self.pending.values() for item in loop])
             self.pending.clear()
 
 
-def _wait_some_seconds(items: Sequence[_PendingTransfer | BatchReceiver]) -> None:
-    """Wait until messages are delivered, but not for ever: a rank that failed never receives them."""
+def _await_delivery(items: Sequence[_PendingTransfer | BatchReceiver]) -> None:
+    """Wait until messages are delivered, but not for a rank that has gone on, or failed, and takes none."""
 
     def wait_all() -> None:
         for item in items:
@@ -198,6 +199,11 @@ def _wait_some_seconds(items: Sequence[_PendingTransfer | BatchReceiver]) -> Non
     thread = threading.Thread(target=wait_all, daemon=True)
     thread.start()
     thread.join(_DRAIN_TIMEOUT)
+    watch = watchdog.current()
+    others = [rank for rank in range(collective.world_size()) if rank != collective.rank()]
+    with suppress(CollectiveError):  # one of them is gone
+        while thread.is_alive() and watch is not None and not watch.find_ahead(others)[0]:
+            thread.join(_LOOK_INTERVAL)
 
 
 _channel: BatchChannel | None = None
@@ -306,12 +312,13 @@ class BatchSender:
         rest = [item for sent in self._pending.values() for item in sent]
         for sent in self._pending.values():
             sent.clear()
-        _wait_some_seconds(rest)
+        _await_delivery(rest)
 
     def close(self) -> None:
         """Close the loop, complete or left."""
         for rank in sorted(self._active_ranks):
-            self.channel.unread_notices += self._post(rank, self._pack(LEFT, None))
+            with suppress(CollectiveError):  # it has left the loop before, and ended
+                self.channel.unread_notices += self._post(rank, self._pack(LEFT, None))
         self._active_ranks.clear()
         self.channel.open_loops.discard(self.loop_number)
         pending = self.channel.pending.setdefault(self.channel.loop_number, [])
