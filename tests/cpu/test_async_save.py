@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import random
@@ -28,7 +29,7 @@ from accelerate.utils import PreemptionKwargs, ProjectConfiguration
 from accelerate.world import watchdog
 from tests.support.command import launch, start
 from tests.support.long_run import select_cases
-from tests.support.ranks import RanksError, RankServer, same_on_all
+from tests.support.ranks import NO_LAUNCHER, RanksError, RankServer, same_on_all
 from tests.support.scripts import run_to_exit
 
 WRITE = LocalCheckpointStorage.write
@@ -258,6 +259,25 @@ def test_the_end_of_the_training_raises_too(ranks: RankServer, tmp_path: Path) -
     text, _ = same_on_all(ranks(2, fail, str(tmp_path), 1, "end_training"))
     assert "No space left on device" in text
     assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]
+
+
+def fail_in_process_of_multiprocessing(folder: str) -> int | None:
+    def save() -> None:
+        on(fail_to_write, pytest.MonkeyPatch())
+        TrainingRun(folder).accelerator.save_state(async_save=True)
+
+    process = multiprocessing.get_context("fork").Process(target=save)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def test_a_process_of_multiprocessing_fails_with_its_last_save(ranks: RankServer, tmp_path: Path) -> None:
+    """It ends without the functions of atexit: nobody heard of the failure."""
+    [outcome] = ranks.outcomes(1, fail_in_process_of_multiprocessing, str(tmp_path), env=NO_LAUNCHER)
+    assert pickle.loads(outcome.value or b"") == async_save.FAILED, outcome
+    assert "checkpoint_0 in the background failed" in outcome.output
+    assert os.listdir(tmp_path / "checkpoints") == []
 
 
 def stopped_after_a_failure(folder: str) -> tuple[int | str | None, list[str]]:

@@ -814,7 +814,7 @@ def die_when_the_group_is_open(dead: int) -> None:
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rank_that_dies_when_the_group_is_open_is_named(ranks: RankServer, dead: int) -> None:
-    """The other waited for the timeout: for an answer of the store's host, or for a process it did not know."""
+    """The other waited for the timeout: for the host of the store, or for a process it did not know."""
     outcomes = ranks.outcomes(2, die_when_the_group_is_open, dead, timeout=100, grace=60)
     other = outcomes[1 - dead]
     assert outcomes[dead].status == "died"

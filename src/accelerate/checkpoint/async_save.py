@@ -17,6 +17,7 @@ import concurrent.futures.thread  # noqa: F401 - what it registers for the exit 
 import copy
 import ctypes
 import logging
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -113,6 +114,9 @@ def _join_at_exit() -> None:
     register = getattr(threading, "_register_atexit", atexit.register)
     register(_join_or_abandon)
     atexit.register(_at_exit)
+    if multiprocessing.parent_process() is not None:  # which ends without the functions of atexit
+        multiprocessing.util.Finalize(None, _at_exit, exitpriority=1)  # before the world is closed
+        multiprocessing.util.Finalize(None, _exit_with_failure, exitpriority=-1)
 
 
 def _join_or_abandon() -> None:
@@ -178,6 +182,7 @@ def _reset_after_fork() -> None:
     """
     global _current, staging
     _current = None
+    _join_at_exit.cache_clear()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(staging))
     staging = SnapshotHostMemory()
 
