@@ -216,7 +216,7 @@ def channel() -> BatchChannel:
     if _channel is None or _channel.default_group is not default_group:
         world = worlds.current()
         timeout = None if world is None else world.timeout
-        group = dist.new_group(backend="gloo", timeout=timeout)
+        group: Any = dist.new_group(backend="gloo", timeout=timeout)
         if (watch := watchdog.current()) is not None:
             watch.processes.announce_opening(watch.size, group.group_name)
         _channel = BatchChannel(group, default_group)
