@@ -36,6 +36,7 @@ OTHERS = {
     "_finalize_offload_gradient_accumulation _get_norm_groups _get_param_partition_rank _hp_mapping "
     "_hp_optimizer_states_linked _link_all_hp_params _offload_accumulated_param_ids "
     "_offload_boundary_param_ids _param_slice_mappings _release_preflattened_grad_buffers "
+    "_reassign_or_swap_out_partitioned_parameters "
     "_set_fp32_optimizer_param_groups _swappable_optimizer_subgroup _use_compact_grad_partition_buffer "
     "_wait_for_offload_copies",
     "torch_xla": "_XLAC _xla_get_spmd_config_is_locked",

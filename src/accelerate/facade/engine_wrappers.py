@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakMethod
 
@@ -49,6 +49,21 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         ):
             return
         super().zero_grad(set_to_none)
+
+    def train(self) -> None:
+        """Call ``train`` of optimizers that have a training mode, and let the model have its weights."""
+        self._switch_mode(super().train)
+
+    def eval(self) -> None:
+        """Call ``eval`` of optimizers that have an evaluation mode, and let the model have its weights."""
+        self._switch_mode(super().eval)
+
+    def _switch_mode(self, switch: Callable[[], None]) -> None:
+        strategy: Any = self._strategy
+        if strategy is None or not callable(getattr(self.optimizer, "eval", None)):
+            switch()
+        else:
+            strategy.change_weights(self.optimizer, switch)
 
     def _waiting_backwards(self, models: Sequence[Any] | None = None) -> float:
         """Return how many backwards of ``models`` wait for a step, if no ``step`` was ever called."""

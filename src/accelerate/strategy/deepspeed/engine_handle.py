@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -100,6 +100,29 @@ class EngineHandle:
     def engine_optimizer(self) -> Any:
         """DeepSpeed's optimizer, around the user's."""
         return self.engine.optimizer
+
+    @property
+    def has_fp32_copies(self) -> bool:
+        """True if DeepSpeed keeps its own float32 copies of the weights, in flat vectors."""
+        return self.engine_optimizer is not self.optimizer and self.optimizer is not None
+
+    def change_weights(self, change: Callable[[], None]) -> None:
+        """Call what changes the optimizer's float32 vectors, and copy these to the model; collective."""
+        inner = self.engine_optimizer
+        if self.stage < 3:
+            change()
+            if self.has_fp32_copies:
+                inner.update_lp_params()
+            return
+        inner._set_fp32_optimizer_param_groups()
+        try:
+            change()
+        finally:
+            inner._clear_fp32_optimizer_param_groups()
+        inner.checkpoint_event_prologue()  # partitions small parameters, which stay all-gathered
+        for number in range(len(inner.fp32_partitioned_groups_flat)):
+            inner._reassign_or_swap_out_partitioned_parameters(number)
+        inner.checkpoint_event_epilogue()
 
     # --- one window
 

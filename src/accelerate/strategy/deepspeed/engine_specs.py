@@ -19,6 +19,7 @@ from accelerate.strategy.deepspeed.engine_config import (
     build_config,
     refuse_second_schedule,
 )
+from accelerate.strategy.protocol.flat_optimizers import check_elementwise
 
 if TYPE_CHECKING:
     from accelerate.strategy.deepspeed.engine_handle import DeepSpeedEngineRegistry
@@ -153,12 +154,15 @@ def _pair_optimizers(bundle: PrepareBundle, engines: DeepSpeedEngineRegistry) ->
 
 
 def _refuse_unsupported_params(model: nn.Module, optimizer: Any, config: Mapping[str, Any]) -> None:
-    """Refuse parameters that DeepSpeed fails on later, without their names.
+    """Refuse parameters that DeepSpeed fails on later, without their names, and optimizers of matrices.
 
     Raises:
-        PrepareError: one has no dimensions, no elements in stage 3, or a dtype that does not go with others.
+        PrepareError: one has no dimensions, no elements in stage 3, or a dtype that does not go with others;
+            or the optimizer cannot step flat vectors.
     """
     stage = get_key(config, "zero_optimization.stage")
+    if stage:
+        check_elementwise(optimizer, "DeepSpeed")
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0 and not hasattr(parameter, "ds_id"):
             raise PrepareError(

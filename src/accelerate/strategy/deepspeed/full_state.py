@@ -102,11 +102,6 @@ def _shape(parameter: Any) -> torch.Size:
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def has_fp32_copies(handle: EngineHandle) -> bool:
-    """Return whether DeepSpeed keeps its own float32 copies of the weights."""
-    return handle.engine_optimizer is not handle.optimizer and handle.optimizer is not None
-
-
 def split_by_numel(items: Iterable[T], numel: Callable[[T], int]) -> Iterator[list[T]]:
     """Yield lists of successive items of at most ``GATHER_NUMEL`` elements, or of one item."""
     chunk: list[T] = []
@@ -168,7 +163,7 @@ def model_state(module: nn.Module, keep: bool, handle: EngineHandle | None = Non
     """
     seen: dict[int, Any] = {}
     done: set[int] = set()
-    if handle is not None and has_fp32_copies(handle):
+    if handle is not None and handle.has_fp32_copies:
         parameters = _fragmented_params(handle)
         done = set(map(id, parameters))
         fragments = _fragments_in_memory(handle)
@@ -217,7 +212,7 @@ def load_model(handle: EngineHandle, state: Mapping[str, Any], *, strict: bool =
         What torch's ``load_state_dict`` returns: missing and unexpected names.
     """
     module = handle.module
-    fragments = _fragments_in_memory(handle) if has_fp32_copies(handle) else {}
+    fragments = _fragments_in_memory(handle) if handle.has_fp32_copies else {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     partitioned = {name: p for name, p in parameters.items() if hasattr(p, "ds_id")}
     if not partitioned:
@@ -277,7 +272,7 @@ def _load_partitioned(
 
 def optimizer_state(handle: EngineHandle, keep: bool) -> dict[str, Any]:
     """Return the optimizer's full state dict, as in one process; empty where not ``keep``; collective."""
-    if not has_fp32_copies(handle):
+    if not handle.has_fp32_copies:
         return handle.optimizer.state_dict() if keep else {}
     parameters, fragments = _require_fragments(handle), _fragments_in_memory(handle)
     numbers = {id(p): number for number, p in enumerate(p for group in handle.groups for p in group)}
@@ -346,7 +341,7 @@ def load_optimizer(handle: EngineHandle, state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: it is of another number of parameters.
     """
-    if not has_fp32_copies(handle):
+    if not handle.has_fp32_copies:
         # torch copies mappings by their class, and those of a checkpoint are read lazily.
         states = {number: dict(values) for number, values in state["state"].items()}
         handle.optimizer.load_state_dict({**state, "state": states})

@@ -31,6 +31,7 @@ from accelerate.strategy.base import (
 from accelerate.strategy.deepspeed.backward import DeepSpeedBackward
 from accelerate.strategy.deepspeed.open_gradients import DeepSpeedOpenGradients
 from accelerate.strategy.launch_settings import deepspeed as deepspeed_settings
+from accelerate.strategy.protocol.flat_optimizers import warn_of_statistics
 from accelerate.strategy.protocol.gradient_sync import (
     NO_CONTEXT,
     ZeroBackward,
@@ -223,6 +224,8 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, DeepSpeedBackward, Mo
                 bundle.objects.append(job.model)
                 bundle.kinds.append("model")
         handle.is_strict = bundle.strict
+        if handle.has_fp32_copies:
+            warn_of_statistics(handle.optimizer, "DeepSpeed")
         self.engines.add(handle)
         if job.optimizer is not None:  # the configuration of others lacks optimizer, schedule and ZeRO stage
             self.plugin.publish_config(job.engine_config.config)
@@ -373,6 +376,14 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, DeepSpeedBackward, Mo
         handle = self.engines.find_by_optimizer(optimizer)
         if handle is not None:
             handle.clear_gradients()
+
+    def change_weights(self, optimizer: torch.optim.Optimizer, change: Callable[[], None]) -> None:
+        """Call what changes weights in the optimizer, as one with modes does it; collective."""
+        handle = self.engines.find_by_optimizer(optimizer)
+        if handle is None:
+            change()
+        else:
+            handle.change_weights(change)
 
     def skipped_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the last step was skipped because a gradient was not finite."""

@@ -11,18 +11,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from accelerate.core.errors import PrepareError, warn_user
+from accelerate.core.errors import PrepareError
 from accelerate.strategy.fsdp1.flat_parameter_layout import FlatParam, FlatSlot
 from accelerate.strategy.fsdp1.model_state_dict import TakeValue, as_distributed
 from accelerate.strategy.sharding.full_state import distribute, gather_whole, saved_numbers
 from accelerate.world import collective
 
-# Optimizers that compute with whole parameters, by the names of their classes; pieces of one dimension are
-# another problem to these, or none that they take.
-_NEEDS_MATRICES = frozenset({"LBFGS", "Muon"})
-_TAKES_STATISTICS = frozenset(
-    {"Adafactor", "AdafactorBigVision", "CAME", "LAMB", "LARS", "Lamb", "Lars", "SM3"}
-)
 # For each group: (the parameter that the optimizer holds, the stand-in of the user's in it if it is flat).
 ParamOrder = Sequence[Sequence[tuple[torch.Tensor, torch.Tensor | None]]]
 
@@ -276,31 +270,6 @@ def wrapped_optimizer_view(wrapped: FSDP1Optimizer) -> Any:
 
 
 # --- prepare
-
-
-def check_elementwise(optimizer: Any) -> None:
-    """Refuse optimizers that cannot step pieces of parameters.
-
-    Raises:
-        PrepareError: LBFGS or Muon.
-    """
-    names = {kind.__name__ for kind in type(optimizer).__mro__} & _NEEDS_MATRICES
-    if names:
-        raise PrepareError(
-            f"{min(names)} cannot train under FSDP1",
-            why="it computes with whole parameters, and each rank steps its own piece of them",
-            fix="an optimizer that computes element by element (AdamW, SGD, ...), or train under ddp",
-        )
-
-
-def warn_of_statistics(optimizer: Any) -> None:
-    """Warn on rank 0 of an optimizer that takes means over a parameter, which are those of a piece here."""
-    names = {kind.__name__ for kind in type(optimizer).__mro__} & _TAKES_STATISTICS
-    if names and collective.rank() == 0:
-        warn_user(
-            f"{min(names)} under FSDP1 takes its means over this rank's piece of each parameter, not over "
-            "its rows and columns: the run is not that of one process. Train under ddp, or with AdamW"
-        )
 
 
 def check_param_groups(optimizer: Optimizer, parts: Iterable[Sequence[torch.Tensor]]) -> None:

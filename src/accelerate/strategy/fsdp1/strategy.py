@@ -154,7 +154,8 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
 
     def _update_optimizers(self, bundle: PrepareBundle) -> None:
         """Remap optimizers also when their model was prepared in an earlier call."""
-        from accelerate.strategy.fsdp1.optimizer_state import remap_optimizer, warn_of_statistics
+        from accelerate.strategy.fsdp1.optimizer_state import remap_optimizer
+        from accelerate.strategy.protocol.flat_optimizers import warn_of_statistics
 
         sync = bool(self.plugin.sync_module_states)
         for optimizer in bundle.objects_of("optimizer"):
@@ -168,7 +169,7 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
             ):
                 self._hooked_optimizers.add(inner_optimizer)
                 if not self._is_replicated:
-                    warn_of_statistics(inner_optimizer)
+                    warn_of_statistics(inner_optimizer, "FSDP1")
                 inner_optimizer.register_step_post_hook(self._reshard_after_step)
 
     def _reshard_after_step(self, *_: Any) -> None:
@@ -198,10 +199,10 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
         """
         super()._check_optimizers(bundle)
         if not self._is_replicated:
-            from accelerate.strategy.fsdp1.optimizer_state import check_elementwise
+            from accelerate.strategy.protocol.flat_optimizers import check_elementwise
 
             for optimizer in bundle.objects_of("optimizer"):
-                check_elementwise(getattr(optimizer, "optimizer", optimizer))
+                check_elementwise(getattr(optimizer, "optimizer", optimizer), "FSDP1")
         if not bundle.training or self.plugin.use_orig_params:
             return
         from accelerate.strategy.fsdp1.optimizer_state import check_param_groups

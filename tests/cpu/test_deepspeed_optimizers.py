@@ -1,0 +1,108 @@
+"""ZeRO by DeepSpeed: optimizers with modes, and those that compute with whole parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.utils import is_deepspeed_available
+from tests.cpu.test_deepspeed import options
+from tests.support.ranks import RankServer, same_on_all
+from tests.support.sharded_models import batches, loss_of, tiny
+
+pytestmark = [
+    pytest.mark.skipif(not is_deepspeed_available(), reason="the package deepspeed is not installed"),
+    pytest.mark.timeout(300),
+]
+
+CONFIGS = {
+    **{str(stage): options(stage) for stage in range(4)},
+    "3 persistent": options(3, stage3_param_persistence_threshold=10**6),
+    "3 offload": options(3, offload_optimizer={"device": "cpu", "pin_memory": False}),
+}
+
+
+def accelerator_of(kind: str) -> Any:
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    return Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIGS[kind]))
+
+
+class SGDWithModes(torch.optim.SGD):
+    """It evaluates at half of the weights that it trains at."""
+
+    factor = 1.0
+
+    @torch.no_grad()
+    def scale_weights(self, factor: float) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(factor / self.factor)
+        self.factor = factor
+
+    def train(self) -> None:
+        self.scale_weights(1.0)
+
+    def eval(self) -> None:
+        self.scale_weights(0.5)
+
+
+def with_modes(model: Any) -> SGDWithModes:
+    return SGDWithModes([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def losses_in_both_modes(backward: Callable[[torch.Tensor], None], model: Any, optimizer: Any) -> list[float]:
+    losses: list[float] = []
+    for words in batches(3):
+        optimizer.train()
+        backward(loss_of(model, words))
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.eval()
+        with torch.no_grad():
+            losses.append(loss_of(model, words).item())
+    return losses
+
+
+def modes_under_deepspeed(kind: str) -> list[float]:
+    accelerator = accelerator_of(kind)
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, with_modes(model))
+    return losses_in_both_modes(accelerator.backward, model, optimizer)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_an_evaluation_has_the_weights_of_the_optimizers_mode(ranks: RankServer, kind: str) -> None:
+    """As a schedule-free optimizer moves them; DeepSpeed copies its weights to the model in steps only."""
+    model = tiny()
+    alone = losses_in_both_modes(torch.Tensor.backward, model, with_modes(model))
+    assert same_on_all(ranks(2, modes_under_deepspeed, kind)) == pytest.approx(alone, rel=1e-5)
+
+
+def words_about_optimizers(kind: str) -> dict[str, str]:
+    """What ``prepare`` says of each: an error, or its warnings."""
+    said = {}
+    for each in (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.AdamW):
+        accelerator, model = accelerator_of(kind), tiny()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                accelerator.prepare(model, each(model.parameters(), lr=0.01))
+            except ValueError as error:
+                said[each.__name__] = str(error).partition("\n")[0]
+                continue
+        said[each.__name__] = " ".join(str(w.message) for w in caught if each.__name__ in str(w.message))
+    return said
+
+
+def test_optimizers_of_whole_matrices_are_named(ranks: RankServer) -> None:
+    """Each rank steps one part of a flat vector of all parameters."""
+    first, second = ranks(2, words_about_optimizers, "2")
+    assert first["LBFGS"] == second["LBFGS"] == "LBFGS cannot train under DeepSpeed"
+    assert "Adafactor under DeepSpeed takes its means over this rank's piece" in first["Adafactor"]
+    assert first["AdamW"] == second["AdamW"] == ""
+    assert ranks(2, words_about_optimizers, "0")[0]["Adafactor"] == ""
