@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from accelerate.core.errors import AccelerateError, PrepareError
 from tests.laws.test_7_parity import BATCHES
@@ -630,7 +631,7 @@ def misuse(accelerator: Any, case: str) -> None:
     model, rank = small_decoder(), accelerator.process_index
     if case == "few":
         accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
-    elif case in ("split", "late", "alone", "differ", "values"):
+    elif case in ("split", "late", "alone", "differ", "values", "recomputed"):
         model = accelerator.prepare(model)
     if case == "late":
         accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1))
@@ -645,6 +646,8 @@ def misuse(accelerator: Any, case: str) -> None:
         model(torch.full((4, 4), rank))
     elif case in ODD:
         accelerator.prepare(ODD[case]())(torch.ones(4, 3))
+    elif case == "recomputed":
+        checkpoint(model, torch.zeros(4, 4, dtype=torch.long), use_reentrant=False)
     elif case in ("uneven", "labels", "lossless"):
         batch = words(6 if case == "uneven" else 8)
         batch["labels"][0] = -100
@@ -733,6 +736,7 @@ REFUSED = {
     "alone": ("is on stage", "call the prepared model itself"),
     "differ": ("called in different ways", "same batch"),
     "values": ("given different values", "prepare the loader"),
+    "recomputed": ("torch.utils.checkpoint around", "inside of the model"),
     "gradient": ("an argument that needs a gradient", "a part of the model"),
     "empty": ("second.mask is on the meta device", "load the weights on rank 0"),
     "outside": ("weight first.weight outside", "on_all_stages=['first']"),

@@ -189,6 +189,8 @@ INTERNALS = (
             "_PipelineStageBase._retrieve_recv_grads "
             "_PipelineStageBase.clear_runtime_states",
             f"{_PIPELINE}.schedules": "Schedule1F1B._stage ScheduleInterleaved1F1B._stages",
+            "torch": "_C._autograd._top_saved_tensors_default_hooks>=2.8",
+            "torch.utils.checkpoint": "_checkpoint_hook",
         },
     ),
     Internals(

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from accelerate.strategy.parallelism.pipeline.model_split import StageAssignment
     from accelerate.strategy.parallelism.strategy import MeshDimension
 
+torch_c: Any = torch._C
 _PLANS = 16  # that are kept: each has memory for what it receives
 
 
@@ -56,6 +57,18 @@ class MicroBatchTiming(NamedTuple):
     chunk: int
     begin: float
     end: float
+
+
+def _refuse_recomputation() -> None:
+    """Refuse ``torch.utils.checkpoint`` around a call: each stage would compute again at another time."""
+    top_hooks: Any = getattr(torch_c._autograd, "_top_saved_tensors_default_hooks", None)  # torch >= 2.8
+    hooks = top_hooks(False) if top_hooks else None
+    if hooks and hooks[0].__qualname__.startswith("_checkpoint_hook."):
+        raise PrepareError(
+            "torch.utils.checkpoint around the call of a pipeline",
+            why="stages compute again when their own backward begins, and would wait for each other",
+            fix="checkpoint the blocks inside of the model",
+        )
 
 
 class PipelinedModel:
@@ -171,6 +184,7 @@ class PipelineParallelRunner:
             return model_call(*args, **kwargs)
         self._model_call = model_call
         try:
+            _refuse_recomputation()
             runs_1f1b = self.options.schedule != "gpipe" and torch.is_grad_enabled() and self.model.training
             has_loss_fn = self.options.schedule != "gpipe" and self.options.loss_fn is not None
             target = kwargs.pop("target", None) if has_loss_fn else None
