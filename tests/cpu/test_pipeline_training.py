@@ -117,6 +117,46 @@ def test_pipeline_stages_of_replicas_train_like_one_process(
     parity.close(found[0][0], plain, 1e-5)
 
 
+class Mix(nn.Linear):
+    """A layer on all stages."""
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.mix = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), Mix(4, 4)
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.mix(layer(x)).tanh() * self.scale
+        return x
+
+
+def wrapped_around_stages() -> None:
+    """Wrap policy with classes of modules outside of the blocks: the model gathers their weights."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate.utils import PipelineParallelConfig
+
+    names = ["Inner", "Mix", "Linear"]
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=names
+    )
+    handler = PipelineParallelConfig(num_microbatches=1, on_all_stages=["0.mix"])
+    config = ParallelismConfig(pp_size=2, dp_shard_size=2, pp_handler=handler)
+    torch.manual_seed(0)
+    plain = nn.Sequential(Inner())
+    model = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config).prepare(copy.deepcopy(plain))
+    for each in plain, model:
+        each(torch.ones(2, 4)).square().mean().backward()
+    same_gradients(model, plain)
+
+
+def test_wrap_policies_may_name_modules_outside_of_stages(ranks: RankServer) -> None:
+    """Their outputs may not be in the graph: weights were read after they had been freed, a segfault."""
+    ranks(4, wrapped_around_stages)
+
+
 def small_decoder(seed: int = 0) -> Any:
     """A decoder with a block for each of two stages: tracing costs for each block."""
     return parity.decoder(seed, blocks=2)

@@ -168,6 +168,8 @@ def find_units(model: nn.Module, policy: Any, ignored: set[nn.Module]) -> list[n
         part for m in model.modules() if isinstance(m, nn.MultiheadAttention) for part in [*m.modules()][1:]
     }
     selected_modules -= uncalled
+    # Outputs of those outside of a pipeline's blocks may not be in the graph, where hooks all-gather weights.
+    selected_modules -= {part for part in selected_modules if vars(part).get("_outside_pipeline_blocks")}
     ordered = [part for part in _modules_bottom_up(model) if part in selected_modules and part is not model]
     return _drop_sharing_units(
         model,

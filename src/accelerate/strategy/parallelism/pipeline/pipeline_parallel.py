@@ -136,8 +136,10 @@ class PipelineParallel(MeshDimension):
         self.remap_optimizer_params(
             {key: pair for key, pair in changed.items() if pair[1] is not None}, list(optimizers)
         )
-        for name in cut.stage_of:
-            block = model.get_submodule(name)
+        blocks = {name: model.get_submodule(name) for name in cut.stage_of}
+        for part in set(model.modules()).difference(*(block.modules() for block in blocks.values())):
+            vars(part)["_outside_pipeline_blocks"] = True
+        for name, block in blocks.items():
             for part in block.modules() if cut.rank_of(name) != self.pp_rank else ():
                 vars(part)["_on_another_stage"] = True
             add_base_class(block, PipelineBlockCallInterceptor, _runner=runner, _block_name=name)
