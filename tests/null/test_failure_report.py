@@ -66,6 +66,12 @@ def test_what_is_not_certain_is_no_mismatch(other: RankStatus) -> None:
     assert find_deadlock(0, 2, {0: IN_SAVE}) is None
 
 
+@pytest.mark.parametrize("me", [0, 1])
+def test_stages_of_a_pipeline_wait_for_a_slow_rank(me: int) -> None:
+    """They make different numbers of collectives: a rank that computes may free both."""
+    assert find_deadlock(me, 3, {0: IN_SAVE, 1: IN_BACKWARD, 2: WORKING}) is None
+
+
 def test_a_rank_in_a_wait_of_torch_learns_that_its_peer_has_ended() -> None:
     report = find_deadlock(0, 2, {0: IN_BACKWARD, 1: ENDED})
     assert report is not None

@@ -147,21 +147,23 @@ def find_deadlock(me: int, size: int, positions: Mapping[int, RankStatus]) -> Fa
 
     That is: a rank has ended without having begun the collective in which ``me`` waits; or two ranks are
     deadlocked: one waits inside torch in a collective that the other, in the control channel, has not begun.
+    Stages of a pipeline begin different numbers, so nobody is deadlocked while a rank computes.
     A rank that has left an attempt waits for others that are interrupted.
     """
     status = positions[me]
+    none_computes = all(other.place or other.ended for other in positions.values())
     for rank, other in positions.items():
         if rank == me:
             continue
         if status.doing and other.letters < status.letters:
             if other.ended:
                 return _unreached_report(me, size, positions, status.doing)
-            if other.inside and other.calls > status.calls and not status.has_departed:
+            if other.inside and other.calls > status.calls and none_computes and not status.has_departed:
                 return deadlock_report(me, size, positions)
         if status.inside and status.calls > other.calls:
             if other.ended and other.letters <= status.letters:
                 return _unreached_report(me, size, positions, status.inside)
-            if other.doing and other.letters > status.letters and not other.has_departed:
+            if other.doing and other.letters > status.letters and none_computes and not other.has_departed:
                 return deadlock_report(me, size, positions)
     return None
 
