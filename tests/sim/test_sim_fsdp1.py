@@ -23,11 +23,7 @@ def trained() -> Any:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.gather(loss.detach()).mean().item())
-    rests = {
-        unit.local_values().device.type
-        for r in accelerator.strategy._wrapped_models()
-        for unit in r.flat_params
-    }
+    rests = {unit.local_values().device.type for unit in accelerator.strategy._flat_params()}
     return (losses, norms, params_in_state(whole(accelerator, model))), rests
 
 
