@@ -219,7 +219,6 @@ def divided() -> dict[str, Any]:
 
     from accelerate import FullyShardedDataParallelPlugin, PartialState
     from accelerate.strategy.sharding.fsdp2_sharder import Sharder, remap_optimizer_params
-    from accelerate.strategy.sharding.fsdp_unit_plan import plan_layout
     from accelerate.strategy.sharding.full_state import (
         load_model,
         load_optimizer,
@@ -227,6 +226,7 @@ def divided() -> dict[str, Any]:
         optimizer_state,
     )
     from accelerate.strategy.sharding.grads import clip_norm
+    from accelerate.strategy.sharding.sharding_layout import plan_layout
 
     state = PartialState()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))

@@ -31,10 +31,10 @@ from accelerate.world.rank_failure_report import (
 from accelerate.world.watchdog import Watchdog
 from tests.support.store_load import own_store
 
-IN_SAVE = RankStatus(letters=3, doing="save_state at train.py:12", calls=4, at="train.py:12")
-IN_BACKWARD = RankStatus(letters=2, inside="backward at train.py:10", calls=5, at="train.py:10")
-WORKING = RankStatus(letters=2, calls=4, at="train.py:9")
-ENDED = RankStatus(letters=2, calls=4, ended=True)
+IN_SAVE = RankStatus(exchanges=3, doing="save_state at train.py:12", calls=4, at="train.py:12")
+IN_BACKWARD = RankStatus(exchanges=2, inside="backward at train.py:10", calls=5, at="train.py:10")
+WORKING = RankStatus(exchanges=2, calls=4, at="train.py:9")
+ENDED = RankStatus(exchanges=2, calls=4, ended=True)
 
 
 @pytest.mark.parametrize("me", [0, 1])
@@ -56,9 +56,9 @@ def test_an_exchange_that_a_rank_ended_without_is_named() -> None:
     "other",
     [
         WORKING,  # it may still come
-        RankStatus(letters=2, inside="backward at train.py:10", calls=4),  # its backward waits for nobody
-        RankStatus(letters=3, ended=True),  # it took part, and has ended since
-        RankStatus(letters=3, doing="save_state at train.py:12"),
+        RankStatus(exchanges=2, inside="backward at train.py:10", calls=4),  # its backward waits for nobody
+        RankStatus(exchanges=3, ended=True),  # it took part, and has ended since
+        RankStatus(exchanges=3, doing="save_state at train.py:12"),
     ],
 )
 def test_what_is_not_certain_is_no_mismatch(other: RankStatus) -> None:
@@ -80,16 +80,16 @@ def test_a_rank_in_a_wait_of_torch_learns_that_its_peer_has_ended() -> None:
 
 def test_who_waits_in_a_group_that_is_not_counted_waits_for_those_in_no_collective() -> None:
     """G11: the stages of a pipeline make different numbers of collectives."""
-    waiting = RankStatus(letters=2, inside="all_gather at train.py:10", calls=4, waits=True)
+    waiting = RankStatus(exchanges=2, inside="all_gather at train.py:10", calls=4, waits=True)
     assert split_by_progress(0, 3, {0: waiting, 1: WORKING, 2: waiting}) == ([1], [2])
-    computing = RankStatus(letters=2, inside="backward at train.py:10", calls=4)
+    computing = RankStatus(exchanges=2, inside="backward at train.py:10", calls=4)
     assert split_by_progress(0, 3, {0: computing, 1: WORKING, 2: computing}) == ([], [2])
 
 
 def test_ranks_in_different_collectives_of_torch_wait_for_each_other() -> None:
     """One rank left out a clip_grad_norm_ under FSDP: all had begun as many, and none was named."""
-    clips = RankStatus(letters=2, inside="all_reduce at train.py:10", calls=9, waits=True)
-    goes_on = RankStatus(letters=2, inside="a forward of the model at train.py:9", calls=9, waits=True)
+    clips = RankStatus(exchanges=2, inside="all_reduce at train.py:10", calls=9, waits=True)
+    goes_on = RankStatus(exchanges=2, inside="a forward of the model at train.py:9", calls=9, waits=True)
     assert split_by_progress(0, 3, {0: clips, 1: goes_on, 2: clips}) == ([1], [2])
     assert split_by_progress(1, 3, {0: clips, 1: goes_on, 2: clips}) == ([0, 2], [])
     assert split_by_progress(0, 2, {0: clips, 1: clips}) == ([], [1])
@@ -97,7 +97,7 @@ def test_ranks_in_different_collectives_of_torch_wait_for_each_other() -> None:
 
 def test_a_rank_that_has_ended_is_named_where_collectives_are_not_counted() -> None:
     """G11: the connections of the stages of a pipeline break when one of them ends."""
-    waiting = RankStatus(letters=2, inside="all_gather at train.py:10", calls=2, waits=True)
+    waiting = RankStatus(exchanges=2, inside="all_gather at train.py:10", calls=2, waits=True)
     assert ended_rank_report(0, 3, {0: waiting, 1: WORKING, 2: waiting}) is None
     assert find_deadlock(0, 3, {0: waiting, 1: ENDED, 2: waiting}) is None
     report = ended_rank_report(0, 3, {0: waiting, 1: ENDED, 2: waiting})
@@ -153,12 +153,12 @@ def test_a_rank_ends_after_all_have_opened_its_other_groups(monkeypatch: pytest.
     watch, peer = Watchdog(1, 2, 30.0, store), peers.PeerProcesses(store, 0, 0)
     watch.thread.start()
     peer.announce_opening(2)
-    watch.processes.announce_opening(2, "letters")
+    watch.processes.announce_opening(2, "transfers")
     ending = Thread(target=watch.shut_down)
     ending.start()
     ending.join(0.3)
     assert ending.is_alive()
-    peer.announce_opening(2, "letters")
+    peer.announce_opening(2, "transfers")
     ending.join(1.0)
     assert not ending.is_alive()
 
@@ -252,13 +252,13 @@ def test_ranks_stand_still_only_while_all_wait_and_none_goes_on(monkeypatch: pyt
     now = 0.0
     monkeypatch.setattr(peers.time, "monotonic", lambda: now)
     statuses = peers.PeerStatuses(Mock(), 0, 3, 1.0)
-    left = RankStatus(letters=3, doing="find_executable_batch_size at train.py:12")
-    waiting = RankStatus(letters=2, inside="recv at train.py:10", calls=4, waits=True)
+    left = RankStatus(exchanges=3, doing="find_executable_batch_size at train.py:12")
+    waiting = RankStatus(exchanges=2, inside="recv at train.py:10", calls=4, waits=True)
     for reading, expected in (
         ({1: waiting}, 0),  # rank 2 has not been read
         ({1: waiting, 2: left}, 1),
         ({0: WORKING, 1: waiting}, 2),
-        ({1: waiting, 2: replace(left, letters=4)}, 0),
+        ({1: waiting, 2: replace(left, exchanges=4)}, 0),
         ({1: waiting, 2: left}, 0),
         ({1: waiting, 2: left}, 1),
         ({1: IN_BACKWARD, 2: left}, 0),  # a backward may compute

@@ -22,8 +22,8 @@ from accelerate.strategy.sharding.activation_checkpointing import (
     offload_inputs,
     offloads_inputs,
 )
-from accelerate.strategy.sharding.fsdp_unit_plan import find_units
 from accelerate.strategy.sharding.full_state import shard_mesh_dims
+from accelerate.strategy.sharding.sharding_layout import find_units
 from accelerate.world.world import World
 
 

@@ -20,7 +20,7 @@ from accelerate.facade.runtime import choose_strategy
 from accelerate.strategy import STRATEGIES
 from accelerate.strategy.base import Strategy, StrategyRequest
 from accelerate.strategy.sharding.fsdp2_options import option_statuses
-from accelerate.strategy.sharding.fsdp_unit_plan import find_units
+from accelerate.strategy.sharding.sharding_layout import find_units
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.world.world import World
 

@@ -147,20 +147,20 @@ def wait() -> Address | None:
         MappedOptimizerState.wait_copied()
     if _current is not None:
         _current.join()
-    flight, _current = _current, None
-    if flight is None:
+    running_save, _current = _current, None
+    if running_save is None:
         return None
-    failure = flight.failure()
+    failure = running_save.failure()
     if failure is not None:
         raise failure
-    return flight.path
+    return running_save.path
 
 
 def _at_exit() -> None:
     global _current, _failed_at_exit
     join()
-    flight, _current = _current, None
-    failure = flight.failure() if flight is not None else None
+    running_save, _current = _current, None
+    failure = running_save.failure() if running_save is not None else None
     if failure is not None:
         _failed_at_exit = True
         sys.stderr.write(f"{type(failure).__name__}: {failure}\n")

@@ -141,7 +141,7 @@ INTERNALS = (
     ),
     Internals(
         "FSDP1",
-        ("strategy/fsdp1/", "strategy/sharding/fsdp_unit_plan.py"),
+        ("strategy/fsdp1/", "strategy/sharding/sharding_layout.py"),
         {
             "torch.distributed.fsdp": "FullyShardedDataParallel._handle "
             "FullyShardedDataParallel._fsdp_wrapped_module FullyShardedDataParallel._named_members "

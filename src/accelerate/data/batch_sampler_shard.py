@@ -343,8 +343,8 @@ def copy_loader(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
     """
     if loader.batch_sampler is None and "batch_sampler" in parts:
         parts["sampler"] = parts.pop("batch_sampler")
-    twin = copy.copy(loader)
+    loader_copy = copy.copy(loader)
     # Torch forbids assigning these after construction; the copy has not been iterated yet.
-    twin.__dict__.update(parts)
-    twin.__dict__["_iterator"] = None
-    return twin
+    loader_copy.__dict__.update(parts)
+    loader_copy.__dict__["_iterator"] = None
+    return loader_copy

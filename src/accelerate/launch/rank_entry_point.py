@@ -1,7 +1,7 @@
 """The first file of a rank.
 
     rank_entry_point.py FAULT_FILE ERROR_FILE script|module TARGET ARGUMENTS...   a script
-    rank_entry_point.py function PARCEL FOLDER [RANK]                             a function of a notebook
+    rank_entry_point.py function PAYLOAD FOLDER [RANK]                            a function of a notebook
 
 Python compiles the file it is started with each time, so all there is to do stands in files whose compiled
 form is kept.

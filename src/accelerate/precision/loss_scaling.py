@@ -55,10 +55,10 @@ class SyncedGradScaler(torch.amp.GradScaler):
         if not self.is_enabled():
             return super().__getstate__()
         # A copy begins an iteration: optimizers that wait here for their step or an update are not its own.
-        twin, states = object.__new__(type(self)), self._per_optimizer_states.copy()
+        state_copy, states = object.__new__(type(self)), self._per_optimizer_states.copy()
         states.clear()
-        vars(twin).update(vars(self), _per_optimizer_states=states, unscaled={})
-        return torch.amp.GradScaler.__getstate__(twin)
+        vars(state_copy).update(vars(self), _per_optimizer_states=states, unscaled={})
+        return torch.amp.GradScaler.__getstate__(state_copy)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         if new_scale is None and self.is_enabled() and not (_is_update_due(self) or self.unscaled):

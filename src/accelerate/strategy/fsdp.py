@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from accelerate.strategy.protocol.gradient_sync import GradientPiece
-    from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan
+    from accelerate.strategy.sharding.sharding_layout import ShardingLayout
 
 
 class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
@@ -93,8 +93,8 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
 
     # --- prepare
 
-    def _plan_layout(self, model: nn.Module) -> FSDPShardingPlan:
-        from accelerate.strategy.sharding.fsdp_unit_plan import plan_layout
+    def _plan_layout(self, model: nn.Module) -> ShardingLayout:
+        from accelerate.strategy.sharding.sharding_layout import plan_layout
 
         return plan_layout(model, self.plugin, self.request.compute_format)
 

@@ -159,7 +159,7 @@ class XLASPMDStrategy(XLADataParallel):
         return value
 
     def _shard_models(self, bundle: PrepareBundle) -> None:
-        from accelerate.strategy.sharding.fsdp_unit_plan import plan_layout
+        from accelerate.strategy.sharding.sharding_layout import plan_layout
 
         for model in dict.fromkeys(bundle.objects_of("model")):
             layout = plan_layout(model, self.plugin, "no")

@@ -39,6 +39,7 @@ from accelerate.world import world as worlds
 from accelerate.world.call_site import CallSite, find_call_site
 from accelerate.world.control_tree import ControlTree, TreeMessage
 from accelerate.world.deferred_agreement import DeferredAgreement
+from accelerate.world.process_group import WAIT_SLICE
 from accelerate.world.rank_failure_report import DEPARTURES, SAME_CALLS, rank_table
 
 # Label for error texts; digests of operation and structure, kind of values, bytes of the description, bytes
@@ -51,7 +52,7 @@ MAX_DESCRIPTION_SIZE = 512  # bytes; of a longer one a digest is sent, unless th
 _LENGTH = struct.Struct("<q")
 # Bytes of all ranks' values that the tree carries; more follow in a transfer of their own.
 MAX_TREE_VALUES = 1 << 18
-WAIT_SLICE = timedelta(seconds=0.25)
+_WAIT_SLICE = timedelta(seconds=WAIT_SLICE)
 # Called by user code: where ranks call one of these from different lines, one may have skipped a call.
 USER_OPERATIONS = frozenset(
     {
@@ -233,7 +234,7 @@ def read_tree(
 
 
 # Makes of the messages of all ranks, which agree and hold the values, the values that the ranks need.
-Merge = Callable[[GatheredControlMessages], bytearray]
+MessageMerger = Callable[[GatheredControlMessages], bytearray]
 
 
 class DepartureError(CollectiveError):
@@ -273,7 +274,7 @@ class ControlChannel:
         *,
         data: bytes | None = None,
         source: int | None = None,
-        merge: Merge | None = None,
+        merge: MessageMerger | None = None,
         label: str = "",
     ) -> GatheredControlMessages:
         """All-gather the control messages: send this rank's and return those of all ranks.
@@ -352,7 +353,7 @@ class ControlChannel:
         value: Any,
         *,
         source: int | None = None,
-        merge: Merge | None = None,
+        merge: MessageMerger | None = None,
         label: str = "",
     ) -> GatheredControlMessages:
         """Exchange pickled values, those of all ranks or of rank ``source``; with ``merge`` rank 0 gets them.
@@ -476,9 +477,9 @@ class ControlChannel:
             watch.check_store_wait(until)
         # Gloo's own timeout applies only if this process is stopped.
         limit = timedelta(seconds=watch.timeout + 30)
-        store = dist.distributed_c10d.PrefixStore("letters", client.store)
+        store = dist.distributed_c10d.PrefixStore("transfers", client.store)
         self._group = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
-        watch.processes.announce_opening(self.size, "letters")  # a broadcast is no barrier
+        watch.processes.announce_opening(self.size, "transfers")  # a broadcast is no barrier
         return self._group
 
     def _transfer(self, start: Callable[[Any], Any], operation: str) -> None:
@@ -487,7 +488,7 @@ class ControlChannel:
         try:  # opening the group can fail too: its store may be gone
             work = start(self._group or self._open_group())
             try:
-                work.wait(WAIT_SLICE)
+                work.wait(_WAIT_SLICE)
             except RuntimeError:
                 self._keep_waiting(work)
         except BaseException as error:
@@ -500,11 +501,11 @@ class ControlChannel:
 
     def _keep_waiting(self, work: Any) -> None:
         """Wait in slices for a transfer that failed or did not end in the first slice."""
-        until = time.monotonic() + self.watchdog.timeout - WAIT_SLICE.total_seconds()
+        until = time.monotonic() + self.watchdog.timeout - WAIT_SLICE
         while True:
             ended = work.is_completed()
             try:
-                work.wait(WAIT_SLICE)
+                work.wait(_WAIT_SLICE)
             except RuntimeError:
                 if ended:
                     raise

@@ -27,11 +27,10 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from accelerate.world.network import LOOPBACK, is_loopback
-from accelerate.world.process_group import StoreClient
+from accelerate.world.process_group import WAIT_SLICE, StoreClient
 
 logger = logging.getLogger(__name__)
 
-WAIT_SLICE = 0.25  # seconds
 CONNECT_TIMEOUT = 5.0  # seconds until the parent is tried again
 _READ_SIZE = 1 << 12
 _FRAME = struct.Struct("<QII")  # bytes that follow, runs, 1 if rank 0 has merged the values
@@ -82,7 +81,7 @@ class TreeMessage(NamedTuple):
 
 
 # Makes of the messages of all ranks what rank 0 sends down.
-Merge = Callable[[TreeMessage], TreeMessage]
+TreeMessageMerger = Callable[[TreeMessage], TreeMessage]
 
 
 class LostNeighbourError(ConnectionError):
@@ -193,7 +192,7 @@ class _ExchangeProgress:
         answered: children that have it.
     """
 
-    merge: Merge | None
+    merge: TreeMessageMerger | None
     received: list[TreeMessage]
     is_sent_up: bool = False
     answer: bytes | bytearray = b""
@@ -231,7 +230,7 @@ class ControlTree:
         self,
         header: bytes,
         values: bytearray,
-        merge: Merge | None,
+        merge: TreeMessageMerger | None,
         check: Callable[[], None],
     ) -> TreeMessage:
         """Return the messages of all ranks, as rank 0 has merged them.

@@ -100,7 +100,7 @@ class PackedTree:
         *,
         values: bool = True,
         source: int | None = None,
-        merge: control_channel.Merge | None = None,
+        merge: control_channel.MessageMerger | None = None,
     ) -> GatheredControlMessages:
         """Exchange the descriptions of all ranks, with the values inline if they fit.
 

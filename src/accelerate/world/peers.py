@@ -309,7 +309,7 @@ def log_wait(processes: PeerProcesses, peers: PeerStatuses, own: RankStatus, wai
         own: where this rank is.
         waited: seconds that it has been there.
     """
-    question = f"{own.letters}.{own.calls}"
+    question = f"{own.exchanges}.{own.calls}"
     if not peers.claim(f"hint/{question}"):
         return  # in a large world one rank does
     statuses = {**peers.read_all(), peers.rank: own}

@@ -28,7 +28,7 @@ class RankStatus:
     """The published status of a rank; field names are keys of its JSON text in the store.
 
     Attributes:
-        letters: how many exchanges of the control channel it began.
+        exchanges: how many exchanges of the control channel it began.
         doing: the collective of this package it is in, ``"gather at train.py:12"``; empty outside.
         calls: how many collectives it began on torch's groups.
         inside: the call of torch it waits in, ``"backward at train.py:20"``; empty outside.
@@ -37,7 +37,7 @@ class RankStatus:
         ended: it makes no more collectives.
     """
 
-    letters: int
+    exchanges: int
     doing: str = ""
     calls: int = 0
     inside: str = ""
@@ -52,11 +52,11 @@ class RankStatus:
 
     def is_behind(self, other: RankStatus) -> bool:
         """Return whether it has not begun the call that ``other`` is in."""
-        return self.letters < other.letters if other.doing else self.calls < other.calls
+        return self.exchanges < other.exchanges if other.doing else self.calls < other.calls
 
     def is_ahead_of(self, other: RankStatus) -> bool:
         """Return whether it has begun a collective that ``other`` has not, or begins none any more."""
-        return self.ended or self.letters > other.letters or self.calls > other.calls
+        return self.ended or self.exchanges > other.exchanges or self.calls > other.calls
 
     @property
     def has_departed(self) -> bool:
@@ -151,19 +151,19 @@ def find_deadlock(me: int, size: int, positions: Mapping[int, RankStatus]) -> Fa
     A rank that has left an attempt waits for others that are interrupted.
     """
     status = positions[me]
-    none_computes = all(other.place or other.ended for other in positions.values())
+    all_wait = all(other.place or other.ended for other in positions.values())
     for rank, other in positions.items():
         if rank == me:
             continue
-        if status.doing and other.letters < status.letters:
+        if status.doing and other.exchanges < status.exchanges:
             if other.ended:
                 return _unreached_report(me, size, positions, status.doing)
-            if other.inside and other.calls > status.calls and none_computes and not status.has_departed:
+            if other.inside and other.calls > status.calls and all_wait and not status.has_departed:
                 return deadlock_report(me, size, positions)
         if status.inside and status.calls > other.calls:
-            if other.ended and other.letters <= status.letters:
+            if other.ended and other.exchanges <= status.exchanges:
                 return _unreached_report(me, size, positions, status.inside)
-            if other.doing and other.letters > status.letters and none_computes and not other.has_departed:
+            if other.doing and other.exchanges > status.exchanges and all_wait and not other.has_departed:
                 return deadlock_report(me, size, positions)
     return None
 
@@ -243,7 +243,7 @@ def _unreached_report(
     """Return the report for a call that only some ranks have reached."""
     first = next((p for p in positions.values() if p.doing == place), positions[me])
     if first.doing:
-        count = sum(p.letters >= first.letters for p in positions.values())
+        count = sum(p.exchanges >= first.exchanges for p in positions.values())
     else:
         count = sum(p.calls >= positions[me].calls for p in positions.values())
     what = f"{prefix}{place} was reached by {count} of {size} ranks{suffix}"

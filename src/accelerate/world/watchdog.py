@@ -470,7 +470,7 @@ class Watchdog:
         """Return whether a rank has left the attempt, and this one began a collective of torch without it."""
         text = self.store.get("left")
         left = None if text is None else RankStatus.from_json(text)
-        return left is not None and status.letters < left.letters and status.calls > left.calls
+        return left is not None and status.exchanges < left.exchanges and status.calls > left.calls
 
     def _interrupt(self) -> bool:
         """Close the default group; return False where that ends no wait.

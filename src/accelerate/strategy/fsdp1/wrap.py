@@ -24,17 +24,17 @@ from accelerate.strategy.fsdp1.flat_parameter_layout import walk_modules
 from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
 from accelerate.strategy.sharding.fsdp2_sharder import broadcast_over_mesh, has_hooks
-from accelerate.strategy.sharding.fsdp_unit_plan import (
-    FSDPShardingPlan,
-    exchange_digests,
-    plan_layout,
-)
 from accelerate.strategy.sharding.initial_weights import (
     is_unwritten,
     materialize_modules,
     refuse_uninitialized,
 )
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
+from accelerate.strategy.sharding.sharding_layout import (
+    ShardingLayout,
+    exchange_digests,
+    plan_layout,
+)
 from accelerate.world import collective
 
 # The attribute of torch's root wrapper that holds the ``FSDP1WrappedModel``.
@@ -90,7 +90,7 @@ def _walk(
 
 
 @dataclass(frozen=True)
-class FSDP1WrapLayout(FSDPShardingPlan):
+class FSDP1WrapLayout(ShardingLayout):
     """The layout in which one model will be wrapped.
 
     Attributes:

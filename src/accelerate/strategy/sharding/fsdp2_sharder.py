@@ -30,7 +30,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.core.errors import PrepareError, list_first, warn_user
 from accelerate.core.torch_internals import accepts, require
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
-from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan, model_digest, unequal_models_error
 from accelerate.strategy.sharding.full_state import distribute, mark_shards
 from accelerate.strategy.sharding.grads import (
     UsedParams,
@@ -49,6 +48,7 @@ from accelerate.strategy.sharding.initial_weights import (
     weight_marks,
 )
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
+from accelerate.strategy.sharding.sharding_layout import ShardingLayout, model_digest, unequal_models_error
 from accelerate.world import collective
 
 require("hooks of parameters")
@@ -94,7 +94,7 @@ class Sharder:
     def shard(
         self,
         model: nn.Module,
-        layout: FSDPShardingPlan,
+        layout: ShardingLayout,
         optimizers: Sequence[Any],
         replaced: MutableMapping[torch.Tensor, torch.Tensor],
     ) -> None:
@@ -224,7 +224,7 @@ class Sharder:
                     )
 
 
-def _check_floats(model: nn.Module, layout: FSDPShardingPlan) -> None:
+def _check_floats(model: nn.Module, layout: ShardingLayout) -> None:
     """Refuse parameters of whole numbers."""
     names = [
         name

@@ -18,9 +18,9 @@ from accelerate.core import environ
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
 from accelerate.strategy.sharding.fsdp2_sharder import GLOO_SUMS, average_on_cpu, remap_optimizer_params
-from accelerate.strategy.sharding.fsdp_unit_plan import find_units
 from accelerate.strategy.sharding.full_state import local_shard
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
+from accelerate.strategy.sharding.sharding_layout import find_units
 from accelerate.world import world as worlds
 
 # The parts that torch's wrappers add to names.

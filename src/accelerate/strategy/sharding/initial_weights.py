@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError, list_first
-from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan
 from accelerate.strategy.sharding.full_state import local_shard
 from accelerate.strategy.sharding.grads import fsdp_param_groups
+from accelerate.strategy.sharding.sharding_layout import ShardingLayout
 
 _MAPS, _PAGES = Path("/proc/self/maps"), Path("/proc/self/pagemap")
 _ENTRY = 8  # bytes for each page in the page map
@@ -289,7 +289,7 @@ class InitialWeights:
             return "sent"
         return "later" if self.sources[tensor] is None else "here"
 
-    def materialize(self, layout: FSDPShardingPlan, old: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def materialize(self, layout: ShardingLayout, old: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a tensor with memory on the device, in its stored dtype; of ``sources`` a placeholder.
 
         Args:

@@ -31,8 +31,8 @@ from accelerate.world import watchdog
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan
     from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
+    from accelerate.strategy.sharding.sharding_layout import ShardingLayout
 
 
 _HSDP = ("dp_replicate", "dp_shard")
@@ -177,10 +177,10 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor, ParamReplacemen
             reason = "an optimizer that is not prepared holds none of the replaced parameters"
             yield PrepareStep("check", reason, self._check_unprepared)
 
-    def _describe_shards(self, layouts: Mapping[nn.Module, FSDPShardingPlan]) -> str:
+    def _describe_shards(self, layouts: Mapping[nn.Module, ShardingLayout]) -> str:
         return "; ".join(dict.fromkeys([self._shard_description, *(p.describe() for p in layouts.values())]))
 
-    def _shard_memory(self, layouts: Mapping[nn.Module, FSDPShardingPlan]) -> tuple[int, int]:
+    def _shard_memory(self, layouts: Mapping[nn.Module, ShardingLayout]) -> tuple[int, int]:
         """Return the bytes of models on this rank's device before and after they are sharded."""
         device_type = self.world.device.type
         tensors = [t for model in layouts for t in (*model.parameters(), *model.buffers())]
@@ -204,7 +204,7 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor, ParamReplacemen
         return f"each of {shards} processes holds a shard of every parameter{several}"
 
     @abstractmethod
-    def _plan_layout(self, model: nn.Module) -> FSDPShardingPlan:
+    def _plan_layout(self, model: nn.Module) -> ShardingLayout:
         """Return how ``model`` will be sharded; changes nothing."""
 
     @abstractmethod

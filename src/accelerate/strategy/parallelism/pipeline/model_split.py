@@ -12,7 +12,7 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError, UnknownNameError
 from accelerate.stages import split
-from accelerate.strategy.sharding.fsdp_unit_plan import exchange_digests
+from accelerate.strategy.sharding.sharding_layout import exchange_digests
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True)
-class FSDPShardingPlan:
+class ShardingLayout:
     """The layout in which one model will be sharded.
 
     Attributes:
@@ -108,7 +108,7 @@ class FSDPShardingPlan:
         return -(-rows // size) * (parameter.numel() // max(1, rows))
 
 
-def plan_layout(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precision: str) -> FSDPShardingPlan:
+def plan_layout(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precision: str) -> ShardingLayout:
     """Return how ``model`` will be sharded; does not change it.
 
     Args:
@@ -144,7 +144,7 @@ def plan_layout(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precis
     norms = _drop_sharing_units(model, norms) if norms else norms
     whole = {parameter for module in ignored for parameter in module.parameters(recurse=False)}
     blocks = [part for part in blocks if part not in norms]
-    layout = FSDPShardingPlan(blocks, norms, whole, policy, upcast=is_half and precision != "no")
+    layout = ShardingLayout(blocks, norms, whole, policy, upcast=is_half and precision != "no")
     _check_params(model, layout)
     return layout
 
@@ -305,7 +305,7 @@ def _find_ignored(model: nn.Module, ignored_modules: Iterable[nn.Module] | str) 
     return ignored
 
 
-def _check_params(model: nn.Module, layout: FSDPShardingPlan) -> None:
+def _check_params(model: nn.Module, layout: ShardingLayout) -> None:
     """Refuse parameters that cannot be sharded, before anything is changed.
 
     Raises:
