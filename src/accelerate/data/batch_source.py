@@ -178,7 +178,7 @@ def fetch_batches(
     # Torch draws a seed and starts workers: on the host, also where another default device is set. Workers
     # that are forked inside of the context keep it, and each of their calls of torch then costs more.
     device = torch.device("cpu") if base.generator is None else base.generator.device
-    with nullcontext() if device == torch.get_default_device() else device:
+    with nullcontext() if device == torch.empty(0).device else device:
         iterator = iter(indexed)
     if epoch.is_resumed:
         torch.default_generator.set_state(outside)
