@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -418,6 +419,15 @@ class ScriptedLauncher:
         return [self.script.pop(0)[1]] if self.script and self.script[0][0] == self.machine else []
 
 
+def run_two_agents(run: Callable[[int], None]) -> None:
+    """Run the agents of machines 0 and 1 side by side, for 20 s at most each."""
+    threads = [threading.Thread(target=run, args=(machine,), daemon=True) for machine in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+
+
 @pytest.mark.parametrize(
     ("script", "blamed"),
     [
@@ -449,11 +459,7 @@ def test_a_machine_that_ends_well_after_all_is_not_waited_for(
         )
         verdicts[machine], waits[machine] = agent.run(), launcher.longest_wait
 
-    threads = [threading.Thread(target=run, args=(machine,), daemon=True) for machine in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    run_two_agents(run)
     assert verdicts.keys() == {0, 1}, "an agent waits for ever"
     assert verdicts[0] == verdicts[1]
     assert (verdicts[0]["kind"], verdicts[0]["machine"], verdicts[0]["code"]) == ("failed", blamed, 7)
@@ -482,11 +488,7 @@ def test_machines_that_are_lost_at_once_are_not_waited_for() -> None:
         verdict = agent.run()
         verdicts[machine] = agent.wait_all_stopped(verdict) or verdict
 
-    threads = [threading.Thread(target=run, args=(machine,), daemon=True) for machine in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    run_two_agents(run)
     assert verdicts.keys() == {0, 1}, "an agent waits for ever"
     assert [(each["kind"], each["restart"]) for each in verdicts.values()] == [("lost", True)] * 2
     assert verdicts[0]["lost"] == verdicts[1]["lost"] in (2, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -461,9 +461,13 @@ class CheckpointManager:
 def _allocate_staging_after_step(manager: CheckpointManager) -> None:
     """Allocate the staging memory after the first optimizer step, before the first save needs it."""
     _without_staging.add(manager)
-    if _allocate_staging not in _global_hooks:
-        _global_hooks.add(_allocate_staging)
-        register_optimizer_step_post_hook(_allocate_staging)
+    _register_staging_hook()
+
+
+@cache
+def _register_staging_hook() -> None:
+    """Register the hook once: torch has one for all optimizers, which cannot be removed while it runs."""
+    register_optimizer_step_post_hook(_allocate_staging)
 
 
 def _allocate_staging(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -475,10 +479,8 @@ def _allocate_staging(optimizer: Any, args: Any, kwargs: Any) -> None:
             manager.allocate_staging()
 
 
-# The managers that save in the background and whose optimizers have not stepped; torch has one hook for all,
-# which cannot be removed while it runs.
+# The managers that save in the background and whose optimizers have not stepped.
 _without_staging: WeakSet[CheckpointManager] = WeakSet()
-_global_hooks = set[Any]()
 
 
 def _describe_drift(by_rank: list[dict[str, Any]]) -> str:
