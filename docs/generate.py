@@ -655,8 +655,9 @@ def page(path: Path) -> str:
 
 
 def cell(text: str) -> str:
-    """Text that stays in its cell."""
-    return text.replace("|", "\\|").replace("<", "&lt;")
+    """Text that stays in its cell; in code Markdown shows an entity as it is written."""
+    parts = text.replace("|", "\\|").split("`")
+    return "`".join(part if i % 2 else part.replace("<", "&lt;") for i, part in enumerate(parts))
 
 
 def code(text: str) -> str:

@@ -1,5 +1,6 @@
 """Draw pictures with a diffusion model on several processes: each takes its part, and no picture changes.
 
+    pip install diffusers
     python examples/distributed_images.py
     accelerate launch --num_processes 2 examples/distributed_images.py --folder pictures
 

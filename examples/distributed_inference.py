@@ -1,5 +1,6 @@
 """Continue many texts on several processes: each takes its part of them, and the order stays.
 
+    pip install transformers
     python examples/distributed_inference.py
     accelerate launch --num_processes 2 examples/distributed_inference.py
 

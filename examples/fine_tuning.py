@@ -1,5 +1,6 @@
 """Fine-tune a transformers model on texts, in a loop of your own, and compare with a plain loop.
 
+    pip install transformers
     python examples/fine_tuning.py
     accelerate launch --num_processes 2 examples/fine_tuning.py
 

@@ -1,5 +1,6 @@
 """Continue texts by a GPT-2 whose layers are spread over processes, as one process does it.
 
+    pip install transformers
     accelerate launch --num_processes 2 examples/pipeline_gpt2.py
     accelerate launch --num_processes 4 examples/pipeline_gpt2.py
 

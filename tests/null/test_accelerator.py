@@ -1117,6 +1117,21 @@ def test_an_argument_of_another_strategys_save_is_ignored_as_in_1x_and_told_once
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["a", "b"]
 
 
+def test_a_limit_of_checkpoints_that_are_not_numbered_is_told_once(tmp_path: Path) -> None:
+    """``total_limit`` counts numbered checkpoints; one that the program names is never removed."""
+    limited = ProjectConfiguration(str(tmp_path), total_limit=1)
+    accelerator = Accelerator(cpu=True, project_config=limited)
+    with pytest.warns(UserWarning, match="total_limit=1 removes no checkpoint that save_state is given a name"):
+        accelerator.save_state(tmp_path / "a")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.save_state(tmp_path / "b")
+    strict = Accelerator(cpu=True, strict=True, project_config=limited)
+    with pytest.raises(SettingError, match="automatic_checkpoint_naming=True"):
+        strict.save_state(tmp_path / "c")
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["a", "b"]
+
+
 def test_save_hooks_may_keep_models_out(tmp_path: Path) -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(1, 1))

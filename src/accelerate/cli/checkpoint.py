@@ -19,6 +19,7 @@ from accelerate.core.tables import print_table
 from accelerate.core.units import ProgressBar, show_bytes, show_seconds
 
 _DIR = """DIR is a checkpoint, a folder of checkpoints, or the project_dir of a run; or the URL of one."""
+_LOCAL_DIR = """DIR is a checkpoint, a folder of checkpoints, or the project_dir of a run, on this machine."""
 
 
 class _CheckpointCommandGroup(CommandGroup):
@@ -213,7 +214,7 @@ def _prune(folder: str, keep: int, dry_run: bool, yes: bool) -> None:
     click.echo(f"removed {len(going)} folder(s), {total}")
 
 
-@_checkpoint.command("export", short_help="Write the weights for other tools.", epilog=_DIR)
+@_checkpoint.command("export", short_help="Write the weights for other tools.", epilog=_LOCAL_DIR)
 @click.argument("folder", metavar="DIR")
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--max-shard-size", "--max_shard_size", default="5GB", show_default=True, metavar="SIZE",

@@ -167,6 +167,8 @@ class CheckpointManager:
         ``replaced_state`` is the program's own ``get_state_dict``; it gives the states of replicated models.
         """
         strategy, prepared, options = self.strategy, self.prepared, dict(engine_options or {})
+        if self.project.total_limit is not None and not self.project.automatic_checkpoint_naming:
+            self._ignore_total_limit()
         is_sharded = strategy.saves_sharded if sharded is None else sharded
         may_be_solo = not is_sharded and strategy.replicates_model and self._may_be_solo
         in_turn = collective.FirstProcessBlock.open_count > 0
@@ -239,6 +241,20 @@ class CheckpointManager:
         if self.world.is_main and not self._ignored_options.issuperset(options):
             self._ignored_options.update(options)
             warn_user(f"{said}: this is ignored, as in Accelerate 1.x")
+
+    def _ignore_total_limit(self) -> None:
+        """Warn once that checkpoints which the program names itself are not removed; 1.x says nothing.
+
+        Raises:
+            SettingError: the run is strict.
+        """
+        said = f"total_limit={self.project.total_limit} removes no checkpoint that save_state is given a name for"
+        fix = "set automatic_checkpoint_naming=True in ProjectConfiguration, or leave total_limit out"
+        if self._strict:
+            raise SettingError(said, fix=fix)
+        if self.world.is_main and "ProjectConfiguration.total_limit" not in self._ignored_options:
+            self._ignored_options.add("ProjectConfiguration.total_limit")
+            warn_user(f"{said}: {fix}")
 
     def _check_ranks(self, action: str) -> None:
         """Warn on rank 0 about the first parameter of a replica, or the first learning rate, that differs.
