@@ -35,6 +35,8 @@ def measure(
     A first round fills caches and is dropped. A subject that fails once is not asked again. The public
     package leaves out some rounds when the case says so. What the journal knows is not measured again.
     """
+    if case.raw_is_peer:
+        subjects = [subject for subject in subjects if subject.name != "peer"]
     taken: dict[str, list[Sample] | str] = {subject.name: [] for subject in subjects}
     rounds = 1 if quick else case.rounds
     for turn in range(rounds + 1):

@@ -90,7 +90,8 @@ class Case:
 
     ``measure(subject, quick)`` is one round. ``unit`` is the unit of ``base`` and ``value``, and of the
     figure too unless that is a ratio. ``target`` is an upper bound for the figure; None: the row informs.
-    The public package has no target to meet: ``peer_rounds`` of the ``rounds`` are enough for it.
+    The public package has no target to meet: ``peer_rounds`` of the ``rounds`` are enough for it, and none
+    where it is the ``base`` itself (``raw_is_peer``).
     """
 
     title: str
@@ -100,6 +101,7 @@ class Case:
     measure: Callable[[Subject, bool], Sample]
     rounds: int = 5
     peer_rounds: int = 3
+    raw_is_peer: bool = False
 
 
 def complaint(text: str) -> str:

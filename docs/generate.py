@@ -387,7 +387,10 @@ def figures() -> str:
         return "No figures are recorded yet: `make bench` measures them."
     machine = [line.removeprefix("- ") for line in lines[1:] if line.startswith("- ")][:2]
     rows = [line for line in lines if line.startswith("|")]
-    return "\n".join([f"Measured on {lines[0].strip()}: {'; '.join(machine)}.", "", *rows])
+    failed = [row.strip("| ").partition(" | ")[0] for row in rows if "| failed |" in row]
+    reasons = [line for line in lines if line.startswith(tuple(f"- {title}, " for title in failed))]
+    head = f"Measured on {lines[0].strip()}: {'; '.join(machine)}."
+    return "\n".join([head, "", *rows, *(["", "Why a figure is missing:", "", *reasons] if reasons else [])])
 
 
 def highlights() -> str:
@@ -405,8 +408,9 @@ def highlights() -> str:
     share = f"{float(ours[resume].rstrip('x')):.0%}"
     return (
         f"- **It is quick** (in brackets 1.15.0): {start} {ours[start]} ({theirs[start]}), loading\n"
-        f"  4.3 GB with 32 blocks on disk {ours[disk]} ({theirs[disk]}); a step adds {ours[step]}\n"
-        f"  ({theirs[step]}) to plain PyTorch; `load_state` of 3.2 GB takes {share} of the time."
+        f"  4.3 GB with 32 blocks on disk {ours[disk]} ({theirs[disk]}); a training step of\n"
+        f"  {rows[step][0]} in plain PyTorch takes {ours[step]} ({theirs[step]}) more; `load_state`\n"
+        f"  of 3.2 GB takes {share} of the time."
     )
 
 

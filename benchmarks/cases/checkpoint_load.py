@@ -61,7 +61,7 @@ def load(subject: Subject, *, cached: bool) -> dict[str, float]:
 
 
 def take(subject: Subject, quick: bool) -> dict[str, Sample | str]:
-    """One round of all rows. For the public package: against itself."""
+    """One round of all rows. For the public package, of which the memory is shown: against itself."""
     if not hasattr(os, "posix_fadvise"):
         raise BenchError("the page cache is emptied and looked at on Linux only")
     both = (peer(), subject)
@@ -88,23 +88,21 @@ def take(subject: Subject, quick: bool) -> dict[str, Sample | str]:
 def verify(subject: Subject, quick: bool) -> Sample:
     """One round of verifying."""
     if subject.name == "peer":
-        raise BenchError("1.15.0 takes no digests")
+        raise BenchError("1.15.0 has no digests")
     return worker(subject, __name__, "verify", str(saved(subject)))
 
 
 QUEUE = Queue(take, ROWS)
+
+
+def against_peer(name: str, title: str, target: float | None) -> Case:
+    return Case(title, "s", "ratio", target, QUEUE.measure(name), 2, raw_is_peer=True)
+
+
 CASES = (
-    Case("`load_state` of 3.2 GB, cached, against 1.15.0", "s", "ratio", 0.35, QUEUE.measure("warm"), 2, 1),
-    Case("`load_state` of 3.2 GB, on disk, against 1.15.0", "s", "ratio", None, QUEUE.measure("cold"), 2, 1),
-    Case(
-        "`load_state` of 3.2 GB again, in a process that has loaded it",
-        "s",
-        "ratio",
-        1.0,
-        QUEUE.measure("again"),
-        2,
-        1,
-    ),
+    against_peer("warm", "`load_state` of 3.2 GB, cached, against 1.15.0", 0.35),
+    against_peer("cold", "`load_state` of 3.2 GB, on disk, against 1.15.0", None),
+    against_peer("again", "`load_state` of 3.2 GB again, in a process that has loaded it", 1.0),
     Case("peak memory of `load_state`, beyond the state", "GB", "added", 0.3, QUEUE.measure("memory"), 2, 1),
     Case("verifying 3.2 GB, against reading and hashing by hand", "s", "ratio", 1.25, verify, 2, 1),
 )

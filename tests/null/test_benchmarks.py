@@ -82,6 +82,18 @@ def test_the_public_package_takes_part_as_often_as_the_case_says(rounds: int, pe
     assert measure.asked[:2] == ["ours", "peer"]
 
 
+def test_the_public_package_is_not_measured_against_itself() -> None:
+    """Where it is the raw work, a figure of its own would be noise that reads as a gain."""
+    measure = Measured()
+    against = Case("against it", "s", "ratio", None, measure, 2, raw_is_peer=True)
+    taken = run(against, Journal(None, []))
+    assert [*taken] == ["ours"]
+    assert measure.asked == ["ours"] * 3
+    assert report.Row(against, taken["ours"], "").cells()[1:4] == ("1 s", "2.5x [2, 3]", "1x")
+    none = report.Row(case(measure), taken["ours"], "1.15.0 has no digests")
+    assert none.cells()[3] == "has none"
+
+
 def test_every_case_is_found_once_and_reads_well_in_a_table() -> None:
     cases = harness.find([])
     titles = [case.title for case in cases]
