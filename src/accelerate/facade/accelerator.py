@@ -1351,8 +1351,9 @@ class Accelerator(ProcessMixin):
 
         Reading it is a step boundary: every rank must read it, equally often, at the same places. A signal
         to any rank makes it True on all ranks at the same boundary, within a second or so, and it stays True.
-        Until then no rank communicates. It is False inside of an accumulation window, so that a stop follows a
-        whole optimizer step. The first read makes this process catch the signals of ``PreemptionKwargs``. ::
+        Until then no rank communicates. It is False inside of an accumulation window, so that a stop follows
+        a whole optimizer step. The first read makes this process catch the signals of
+        ``PreemptionKwargs``. ::
 
             for batch in loader:
                 train_step(batch)

@@ -248,7 +248,7 @@ class CheckpointManager:
         Raises:
             SettingError: the run is strict.
         """
-        said = f"total_limit={self.project.total_limit} removes no checkpoint that save_state is given a name for"
+        said = f"total_limit={self.project.total_limit} removes no checkpoint that is given a name"
         fix = "set automatic_checkpoint_naming=True in ProjectConfiguration, or leave total_limit out"
         if self._strict:
             raise SettingError(said, fix=fix)

@@ -62,7 +62,8 @@ class TorchTensorParallelConfig:
             said: torch can only in compiled models, on devices that reach each other's memory.
         plan: names of modules, in which ``*`` stands for any text, and how they are shared: ``"colwise"``,
             ``"rowwise"``, ``"colwise_rep"``, ``"rowwise_rep"``, ``"sequence_parallel"``, ``"replicate"``,
-            ``"replicated_with_grad_allreduce"``, or a ``ParallelStyle`` of torch. It is joined with the plan of a model that has one.
+            ``"replicated_with_grad_allreduce"``, or a ``ParallelStyle`` of torch. It is joined with the plan
+            of a model that has one.
     """
 
     enable_async_tp: bool = False
