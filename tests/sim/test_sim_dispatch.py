@@ -588,6 +588,35 @@ def test_a_dispatch_takes_the_place_of_a_hook_that_moves_the_whole_model() -> No
     torch.testing.assert_close(model(x), expected)
 
 
+@torch.no_grad()
+def test_a_model_that_is_on_its_device_is_not_moved_again() -> None:
+    """Each of thousands of weights would cost host time in every step of a diffusion."""
+    moves: list[str] = []
+
+    class Recording(nn.Linear):
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            moves.append(self.name)
+            return super()._apply(fn, recurse)
+
+    first, second = Recording(WIDTH, WIDTH), Recording(WIDTH, WIDTH)
+    first.name, second.name = "first", "second"
+    x = inputs()
+    _, handle = cpu_offload_with_hook(first, 0)
+    cpu_offload_with_hook(second, 0, prev_module_hook=handle)
+    moves.clear()
+    for _ in range(3):
+        first(x)
+    assert moves == ["first"]
+    for _ in range(3):
+        second(x)
+    assert moves == ["first", "first", "second"]
+    first.to("cpu")
+    second.bias = nn.Parameter(second.bias.detach().to("cpu"))  # moved in part
+    moves.clear()
+    assert second(x).device.type == "sim"
+    assert moves == ["second"]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("compiled", [torch.jit.script, lambda layer: torch.jit.trace(layer, inputs())])
 @pytest.mark.parametrize("device", [1, "cpu", "disk"])

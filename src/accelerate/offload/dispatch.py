@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -445,19 +445,21 @@ class CpuOffload(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Offload the model before, and move this one and its inputs to the device."""
-        device = as_device(self.execution_device)
-        if self.prev_module_hook is not None:
-            # Emptying the cache waits for the device: only where memory was given back, not in every step.
-            makes_room = device.type != "cpu" and _is_on_device(self.prev_module_hook.model)
-            self.prev_module_hook.offload()
-            if makes_room:
-                devices.get(device.type).empty_cache()
-        module.to(device)
+        device, before = as_device(self.execution_device), self.prev_module_hook
+        # ``Module.to`` takes microseconds for each parameter that is there already, and emptying the cache
+        # waits for the device: not in every step of a diffusion.
+        if before is not None and device.type == "cpu":
+            before.offload()
+        elif before is not None and any(t.device.type != "cpu" for t in _tensors_of(before.model)):
+            before.offload()
+            devices.get(device.type).empty_cache()
+        if any(t.device != device for t in _tensors_of(module)):
+            module.to(device)
         return move_arguments(args, device), move_arguments(kwargs, device)
 
 
-def _is_on_device(model: nn.Module) -> bool:
-    return any(t.device.type != "cpu" for t in chain(model.parameters(), model.buffers()))
+def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    return chain(model.parameters(), model.buffers())
 
 
 class UserCpuOffloadHook:
