@@ -559,6 +559,27 @@ def test_buffers_return_to_the_device_that_they_had(tmp_path: Path) -> None:
     assert {str(tensor.device) for tensor in model.state_dict().values()} == {"sim:0"}
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["new parameters", "in place"])
+def test_adapters_return_with_the_weights_beside_them(
+    in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trained weights beside frozen ones stay on the device, those added after the dispatch too.
+
+    A GPU's parameters are moved in place; here torch does so on request.
+    """
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", in_place)
+    base, adapter, late = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    model, x = nn.Sequential(base.requires_grad_(False), adapter), inputs()
+    cpu_offload(model, 0)
+    base.adapter = late
+    with torch.no_grad():
+        model(x)
+    assert {adapter.weight.device.type, late.weight.device.type} == {"sim"}
+    remove_hook_from_submodules(model)
+    assert {str(p.device) for p in model.parameters()} == {"cpu"}
+    assert model(x).device.type == "cpu"
+
+
 @needs("torchao")
 @torch.no_grad()
 def test_quantized_weights_of_torchao_are_moved_one_by_one(tmp_path: Path) -> None:

@@ -254,8 +254,9 @@ def _return_tensors(module: nn.Module) -> None:
     parts = [part for part in module.modules() if part is module or hook_of(part) is None]
     for table, name, tensor in tensor_slots(parts):
         if hasattr(tensor, "_original_device"):
-            returned = move_tensor(tensor, tensor._original_device)
-            del tensor._original_device
+            device = tensor._original_device
+            del tensor._original_device  # torch may swap the attributes of a parameter that it moves
+            returned = move_tensor(tensor, device)
             if returned is not tensor:
                 tensor._returned = returned
         if hasattr(tensor, "_returned"):  # it may stand in several places

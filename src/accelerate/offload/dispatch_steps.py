@@ -217,6 +217,7 @@ def place_resident_tensors(
     def place(slot: DeviceMapTensorSlot) -> torch.Tensor:
         old = slot.tensor
         new: Any = old
+        before = CPU if old.is_meta else old.device  # a parameter is moved in place
         if old.is_meta or isinstance(old, OffloadedTensor):
             new = with_values(old, values.find_source(slot.name, old, disk=True).read(slot.device))
         elif old.device != slot.device and id(old) in originals:
@@ -225,7 +226,7 @@ def place_resident_tensors(
             new = move_tensor(old, slot.device)
         originals[id(old)] = old
         if (id(old), slot.device) not in resident:
-            new._original_device = CPU if old.is_meta else old.device
+            new._original_device = before
         return new
 
     placed: list[DeviceMapTensorSlot] = []

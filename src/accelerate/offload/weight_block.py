@@ -437,13 +437,14 @@ class WeightBlock:
                 if tensor.device.type != "cpu" or id(tensor) in replacements:
                     continue
                 trained = tensor.requires_grad and (frozen or not isinstance(tensor, nn.Parameter))
-                source = HostMemoryWeightSource(f"{self.name}.{name}", tensor.detach())
-                replacements[id(tensor)] = (
-                    tensor,
-                    move_tensor(tensor, device)
-                    if table is module._buffers or trained
-                    else make_stand_in(tensor, source, device),
-                )
+                new: Any
+                if table is module._buffers or trained:
+                    before, new = tensor.device, move_tensor(tensor, device)
+                    new._original_device = before  # of the tensor, which may have been moved in place
+                else:
+                    source = HostMemoryWeightSource(f"{self.name}.{name}", tensor.detach())
+                    new = make_stand_in(tensor, source, device)
+                replacements[id(tensor)] = tensor, new
         for block in (self, *others) if replacements else ():
             for table, name, tensor in tensor_slots(block.modules()):
                 if id(tensor) in replacements:
