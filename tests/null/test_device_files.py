@@ -16,7 +16,7 @@ import torch
 from accelerate import PartialState
 from accelerate import device as devices
 from accelerate.core.errors import DeviceError, SettingError, WorldError
-from accelerate.utils import patch_environment
+from accelerate.utils import get_max_memory, patch_environment, release_memory
 from tests.support.devices import (
     TOTAL,
     CountingDevice,
@@ -263,6 +263,27 @@ def test_memory_that_the_allocator_keeps_is_free(monkeypatch: pytest.MonkeyPatch
     assert devices.get("cuda").get_memory_info(1) == (TOTAL, TOTAL)
 
 
+def test_budgets_are_what_the_driver_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers adds what torch's allocator keeps, which is given back before."""
+    fake = install(monkeypatch, "cuda")
+    fake.take(3 * 2**20)
+    monkeypatch.setattr(fake, "memory_reserved", lambda index: 5 * 2**20 * (index == 0), raising=False)
+    monkeypatch.setattr(fake, "mem_get_info", lambda index: (TOTAL - 5 * 2**20 * (index == 0), TOTAL))
+    budgets = get_max_memory()
+    assert (budgets[0], budgets[1]) == (TOTAL - 5 * 2**20, TOTAL)
+    assert fake.calls["empty_cache"] == 1
+
+
+def test_pinned_memory_is_released_with_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, released = install(monkeypatch, "cuda"), Mock()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", released, raising=False)
+    release_memory()
+    released.assert_called_once_with()
+    assert fake.calls["empty_cache"] == 1
+
+
 def test_the_memory_of_other_cards_is_asked_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runtime would open a context there, of some 500 MB."""
     fake = install(monkeypatch, "cuda")
@@ -335,6 +356,37 @@ def test_intel_cards_that_do_not_tell_free_memory(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fake, "memory_reserved", lambda index: 40)
     # The 10 bytes that the allocator keeps are free for tensors.
     assert devices.get("xpu").get_memory_info(0) == (TOTAL - 30, TOTAL)
+
+
+def refuse_statistics(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Let ``torch.accelerator`` refuse as in torch 2.9 to 2.12, where an allocator has no numbers."""
+    error = RuntimeError(f"INTERNAL ASSERT FAILED: Allocator for {kind} is not a DeviceAllocator")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    for name in ("memory_stats", "memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.accelerator, name, Mock(side_effect=error), raising=False)
+
+
+def test_metal_has_no_retries_and_no_cache_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch issue 186430: asking ``torch.accelerator`` ended each forward of an offloaded model."""
+    install(monkeypatch, "mps")
+    refuse_statistics(monkeypatch, "mps")
+    metal = devices.get("mps")
+    assert (metal.allocator_retries(0), metal.cached_memory(0)) == (None, 0)
+    budgets = get_max_memory()
+    assert list(budgets) == ["mps"]
+    assert budgets["mps"] > 0
+
+
+def test_an_allocator_that_torch_cannot_ask_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeModule("mtia")
+    monkeypatch.setattr(torch, "mtia", fake)
+    for name in ("memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(FakeModule, name, None)
+    refuse_statistics(monkeypatch, "mtia")
+    device = devices.get("mtia")
+    assert (device.memory_allocated(0), device.allocator_retries(0)) == (None, None)
+    assert device.get_memory_info(0) == (TOTAL, TOTAL)
 
 
 def test_metal_never_promises_more_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:

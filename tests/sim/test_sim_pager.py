@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from accelerate.offload import pager as pagers
 from accelerate.offload.dispatch import offload_stats
 from accelerate.offload.dispatch_hook import hook_of
 from accelerate.offload.offloaded_tensor import OffloadedTensor
+from accelerate.offload.weight_block import HostPageAllocator
 from accelerate.utils.modeling import align_module_device
 from tests.support import sim
 from tests.support.offloaded import is_offloaded
@@ -1125,6 +1127,39 @@ def test_the_path_with_streams_and_pinned_memory(
         assert pager_of(model)._reader is not None
     del model, stats
     gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("size", "slabs"),
+    [(1.7e9, [2**33, *[2**31] * 3]), (2.0**31, [2**31] * 8), (1000, [4096, 2048, 1024, 1024])],
+)
+def test_slabs_of_pinned_memory_waste_little(size: float, slabs: list[int]) -> None:
+    """Eight pages of 1.7 GB, each in a slab of 2 GiB, would take a quarter more than they hold."""
+    sizes: list[int] = []
+
+    class Recording(Pinning):
+        def host_memory(self, size: int) -> torch.Tensor:
+            sizes.append(size)
+            return torch.empty(size, dtype=torch.uint8, device="meta")
+
+    memory = HostPageAllocator(Recording("sim"))
+    memory.bytes_left, memory.budget = int(8 * size), 2**40
+    regions = [memory.allocate(int(size)) for _ in range(8)]
+    assert all(region is not None and region.numel() == int(size) for region in regions)
+    assert sizes == slabs
+
+
+def test_pinned_memory_of_an_earlier_model_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps it for the life of the process, unless it is asked to release it."""
+    hardware = Pinning("sim")
+    hardware.empty_host_cache = Mock()  # type: ignore[method-assign]
+    drive(monkeypatch, hardware)
+    model, x = built(), inputs()
+    expected = model(x)
+    cpu_offload(model, SIM)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+    hardware.empty_host_cache.assert_called_once_with()
 
 
 @pytest.mark.parametrize("local_ranks", [1, 4])

@@ -536,15 +536,15 @@ class Device:
                 fix="give the sizes yourself, for example max_memory={0: '10GB'}",
             )
         free, total = get_info(self._index_or_current(index))
-        return min(int(free) + self._kept_memory(index), int(total)), int(total)
+        return min(int(free) + self.cached_memory(index), int(total)), int(total)
 
     def _estimate_memory_info(self, index: int) -> tuple[int, int]:
         """Return (free, total) bytes of a device that tells its size alone: other processes are not seen."""
         total = int(self.module.get_device_properties(index).total_memory)
         return total - (self.memory_allocated(index) or 0), total
 
-    def _kept_memory(self, index: int | None) -> int:
-        """Return the bytes that torch's allocator has from the driver, and no tensor uses."""
+    def cached_memory(self, index: int | None = None) -> int:
+        """Return the bytes of the free memory that torch's allocator keeps."""
         return max(0, (self._statistic("memory_reserved", index) or 0) - (self.memory_allocated(index) or 0))
 
     def memory_allocated(self, index: int | None = None) -> int | None:
@@ -557,7 +557,9 @@ class Device:
 
     def reset_peak_memory(self, index: int | None = None) -> bool:
         """Start a new measurement of ``max_memory_allocated``; return False when the device cannot."""
-        reset = self._function("reset_peak_memory_stats")
+        reset = getattr(self.module, "reset_peak_memory_stats", None) or self._accelerator(
+            "reset_peak_memory_stats"
+        )
         if reset is not None:
             reset(self._index_or_current(index))
         return reset is not None
@@ -567,11 +569,9 @@ class Device:
 
         The device is idle meanwhile: the allocator waits for its work.
         """
-        statistics = self._function("memory_stats")
-        if statistics is None:
-            return None
+        statistics = self._statistic("memory_stats", index)
         # torch: torch.cuda.memory_stats, "num_alloc_retries"
-        return statistics(self._index_or_current(index)).get("num_alloc_retries")
+        return None if statistics is None else statistics.get("num_alloc_retries")
 
     def host_memory(self, size: int) -> torch.Tensor:
         """Return ``size`` bytes of host memory (uint8) for copies from the device, pinned if useful."""
@@ -585,12 +585,18 @@ class Device:
         if empty is not None:
             empty()
 
-    def _statistic(self, name: str, index: int | None) -> int | None:
-        statistic = self._function(name)
-        return None if statistic is None else int(statistic(self._index_or_current(index)))
+    def empty_host_cache(self) -> None:
+        """Release pinned host memory that no tensor uses, which torch keeps; do nothing where it cannot."""
 
-    def _function(self, name: str) -> Any:
-        return getattr(self.module, name, None) or self._accelerator(name)
+    def _statistic(self, name: str, index: int | None) -> Any:
+        own, index = getattr(self.module, name, None), self._index_or_current(index)
+        if own is not None:
+            return own(index)
+        shared = self._accelerator(name)
+        try:
+            return None if shared is None else shared(index)
+        except RuntimeError:  # torch 2.9 to 2.12: an allocator that is no ``DeviceAllocator`` refuses
+            return None
 
     def _accelerator(self, name: str) -> Any:
         """Return a function of ``torch.accelerator``, if that is this device and this torch has it."""

@@ -108,7 +108,13 @@ class Cuda(Device):
         if used is None:
             return super().get_memory_info(index)
         total = int(self.module.get_device_properties(index).total_memory)
-        return min(max(0, total - used) + self._kept_memory(index), total), total
+        return min(max(0, total - used) + self.cached_memory(index), total), total
+
+    def empty_host_cache(self) -> None:
+        # Not for all devices: torch 2.13 reads a null pointer where a back end has no allocator of this kind.
+        empty = self._accelerator("empty_host_cache")
+        if empty is not None:
+            empty()
 
     def _ask_driver(self, index: int) -> int | None:
         """Return the bytes in use as NVML or AMD SMI tells them; None where neither does."""

@@ -65,11 +65,19 @@ class Mps(Device):
         free = min(total - int(self.module.driver_allocated_memory()), int(psutil.virtual_memory().available))
         return max(0, free), total
 
+    def cached_memory(self, index: int | None = None) -> int:
+        """Return 0: what Metal's allocator keeps is not in the free memory."""
+        return 0
+
     def memory_allocated(self, index: int | None = None) -> int | None:
         return int(self.module.current_allocated_memory())
 
     def max_memory_allocated(self, index: int | None = None) -> int | None:
         """Return None: Metal keeps no record."""
+        return None
+
+    def allocator_retries(self, index: int | None = None) -> int | None:
+        """Return None: Metal does not count them."""
         return None
 
     def reset_peak_memory(self, index: int | None = None) -> bool:

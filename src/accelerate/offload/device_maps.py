@@ -71,11 +71,14 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[Device, int | float
 
 
 def _measure_free_memory() -> dict[Device, int | float]:
+    """Return the bytes that the drivers can give: transformers adds what torch's allocator keeps."""
     driver = devices.detect()
+    driver.empty_cache()
     free: dict[Device, int | float] = {}
     for index in range(driver.count() if driver.type != CPU else 0):
         numbered = driver.torch_device(index).index is not None
-        free[index if numbered else driver.type] = max(0, driver.get_memory_info(index)[0])
+        given = driver.get_memory_info(index)[0] - driver.cached_memory(index)
+        free[index if numbered else driver.type] = max(0, given)
     # An accelerator without a number is a part of the processor: its memory must not be promised twice.
     if driver.type not in free or driver.type == CPU:
         free[CPU] = devices.get(CPU).get_memory_info()[0]

@@ -207,8 +207,9 @@ class Pager:
         with self.lock:
             if not self._thread.depth:
                 self._thread.recent = (None, None)
+                if self.driver.pins_memory:  # without a copy stream nothing is prefetched
+                    self._known_retries = self._count_retries()
                 self._running_forwards += 1
-                self._known_retries = self._count_retries()
             self._thread.depth += 1
 
     def end_forward(self) -> None:

@@ -185,7 +185,8 @@ def is_wrapper(stand_in: OffloadedTensor) -> bool:
 class HostPageAllocator:
     """Host memory for pages, allocated in large slabs where it is pinned.
 
-    Torch rounds pinned memory up to powers of two: asking for such sizes wastes none.
+    Torch rounds pinned memory up to powers of two: slabs have such sizes. Of pages larger than half of
+    ``SLAB`` one slab holds as many as leave the least of it.
 
     Args:
         device: whose copies it serves.
@@ -215,12 +216,16 @@ class HostPageAllocator:
             half = 1 << (max(self.bytes_left, 1).bit_length() - 1)
             whole = 1 << (max(size, 1) - 1).bit_length()
             if self.budget is None:
+                self.device.empty_host_cache()  # what an earlier model has pinned is free, too
                 # Pinned memory is never swapped out, and each process pins a copy of its own.
                 self.budget = devices.get("cpu").get_memory_info()[0] // 2 // worlds.get_local_size()
             largest = 1 << (self.budget.bit_length() - 1) if self.budget else 0
-            slab_size = min(max(min(half, SLAB), whole), largest)
-            if slab_size < whole:
+            if largest < whole:
                 return None
+            slab_size = min(max(min(half, SLAB), whole), largest)
+            if slab_size == whole:
+                sizes = (n for n in (whole << k for k in range(4)) if n <= max(min(half, largest), whole))
+                slab_size = min(sizes, key=lambda n: n % size / n)
             try:
                 self.slab, self.used = self.device.host_memory(slab_size), 0
             except RuntimeError as error:  # a system may pin less than it has: WSL2, a limit of locked memory

@@ -51,7 +51,7 @@ def should_reduce_batch_size(exception: Exception) -> bool:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Release cached, unused memory to the device.
+    """Release cached, unused memory to the device, and unused pinned memory to the host.
 
     Args:
         garbage_collection: first collect Python objects that only refer to each other.
@@ -59,7 +59,9 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     if garbage_collection:
         gc.collect()
     current = world.current()
-    (current.hardware if current else devices.detect()).empty_cache()
+    device = current.hardware if current else devices.detect()
+    device.empty_cache()
+    device.empty_host_cache()
 
 
 def release_memory(*objects: Any) -> list[Any]:
