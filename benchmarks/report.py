@@ -65,7 +65,7 @@ class Row:
         if isinstance(samples, str):
             return why(samples) if samples else "-"
         figures = [sample.figure for sample in samples]
-        lead = "+" if self.case.kind == "added" else ""
+        lead = "+" if self.case.kind == "added" and median(figures) >= 0 else ""
         return f"{lead}{number(median(figures))}{self.sign} [{number(min(figures))}, {number(max(figures))}]"
 
     def notes(self) -> Iterable[str]:

@@ -16,7 +16,7 @@ def median(cell: str) -> float | None:
     """Return the number of ``1.02x [0.97, 1.05]`` or ``75.1 ms [73, 76]``; None where there is none."""
     number = cell.partition(" [")[0].split(" ")[0].rstrip("x")
     try:
-        return None if number.startswith("+") else float(number)
+        return None if number.startswith(("+", "-")) else float(number)
     except ValueError:
         return None
 

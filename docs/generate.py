@@ -387,8 +387,13 @@ def figures() -> str:
         return "No figures are recorded yet: `make bench` measures them."
     machine = [line.removeprefix("- ") for line in lines[1:] if line.startswith("- ")][:2]
     rows = [line for line in lines if line.startswith("|")]
-    failed = [row.strip("| ").partition(" | ")[0] for row in rows if "| failed |" in row]
-    reasons = [line for line in lines if line.startswith(tuple(f"- {title}, " for title in failed))]
+    failed = [
+        f"- {title}, {subject}: "
+        for title, cells in figure_rows().items()
+        for subject, figure in (("ours", cells[1]), ("1.15.0", cells[2]))
+        if figure == "failed"
+    ]
+    reasons = [line for line in lines if line.startswith(tuple(failed))]
     head = f"Measured on {lines[0].strip()}: {'; '.join(machine)}."
     return "\n".join([head, "", *rows, *(["", "Why a figure is missing:", "", *reasons] if reasons else [])])
 
