@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 
 from tests.support import slurm
 from tests.support.command import CONSOLE, Finished, Running, launch
+from tests.support.free_ports import free_port
+from tests.support.launchers import environments
 from tests.support.long_run import long_run_param
 
 SCRIPT = """
@@ -194,6 +197,61 @@ def test_the_table_of_settings_names_the_scheduler(cluster: slurm.Slurm) -> None
     assert finished.returncode == 0, finished.output
     rows = {tuple(re.split(r"\s{2,}", line)[:3]) for line in finished.stdout.splitlines()}
     assert {("machine_rank", "0", "SLURM_NODEID"), ("machine_rank", "1", "SLURM_NODEID")} <= rows
+
+
+# --- helpers of a task
+
+# A step of two machines, of which the other never comes.
+TASK = {
+    **environments("srun -N2 --ntasks-per-node=1")[0],
+    "SLURM_STEP_NODELIST": "localhost,other",
+    "SLURM_JOB_NODELIST": "localhost,other",
+}
+HELPERS = """
+import multiprocessing, os, subprocess, sys
+
+def start_alone():
+    for name in [name for name in os.environ if name in NAMES or name.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
+    from accelerate import PartialState
+    print("alone" if PartialState(cpu=True).num_processes == 1 else "in a group", flush=True)
+
+NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+if __name__ == "__main__":
+    if "helper" in sys.argv:
+        start_alone()
+    else:
+        if "opened" in sys.argv:
+            from accelerate import PartialState
+            PartialState(cpu=True)
+        env = {name: value for name, value in os.environ.items() if name not in NAMES}
+        subprocess.run([sys.executable, __file__, "helper"], env=env, check=True, timeout=60)
+        process = multiprocessing.get_context("spawn").Process(target=start_alone)
+        process.start()
+        process.join(60)
+        process.kill()
+"""
+
+
+def test_helpers_of_a_rank_work_alone() -> None:
+    """As trl starts them: without torchrun's variables, and with the scheduler's."""
+    protocol = {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    env = {**TASK, **protocol, "MASTER_PORT": free_port()}
+    finished = Running((sys.executable,), env=env, script_text=HELPERS, script_args=["opened"]).wait(150)
+    assert finished.stdout.splitlines() == ["alone", "alone"], finished.output
+
+
+def test_helpers_of_a_launched_script_work_alone() -> None:
+    """Before it has opened its group, too."""
+    own_job = ("--cpu", "-n", "1", "--num_machines", "1")
+    finished = launch(*own_job, env=TASK, script_text=HELPERS, timeout=150)
+    assert finished.stdout.splitlines() == ["alone", "alone"], finished.output
 
 
 # --- MPI

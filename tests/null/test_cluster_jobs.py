@@ -14,7 +14,7 @@ from accelerate.launch.job_scheduler import JobSchedulerContext, detect_schedule
 from accelerate.launch.kinds import scheduled_rank
 from accelerate.launch.launch_request import JobSettings, LaunchRequest, build_request
 from accelerate.launch.launcher import choose_kind
-from accelerate.world.clusters import detect
+from accelerate.world.clusters import TASK_VARIABLE, detect, find_scheduler
 from tests.support.launchers import RECORDED, environments
 
 POD = {
@@ -186,6 +186,16 @@ def test_one_machine_that_is_typed_is_a_job_of_its_own(env: dict[str, str]) -> N
     assert (request.scheduler, request.machines, request.get("machine_rank")) == (None, (1, 1), 0)
     assert "--num_machines is 1: a job of its own" in request.notes[0]
     assert choose_kind(request) is not scheduled_rank.PLUGIN
+
+
+def test_a_launcher_that_a_task_has_started_is_a_job_of_its_own() -> None:
+    """A script under torchrun and srun starts a launch, and has taken torchrun's variables from it."""
+    env = environments(EACH)[1]
+    scheduler = find_scheduler(env)
+    assert scheduler is not None
+    request = asked({**env, TASK_VARIABLE: f"1 {scheduler.task}"}, num_processes="2")
+    assert (request.scheduler, request.machines, request.get("machine_rank")) == (None, (1, 1), 0)
+    assert request.notes == ("started by a task of a scheduler, and no task itself: a job of its own",)
 
 
 def test_a_lone_process_of_its_own_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelerate.core.errors import WorldError
-from accelerate.world.clusters import ClusterRankInfo, detect, expand_counts, expand_nodes
+from accelerate.world.clusters import TASK_VARIABLE, ClusterRankInfo, detect, find_scheduler
 from accelerate.world.network import DEFAULT_PORT, JOB_PORT_COUNT
+from accelerate.world.slurm_lists import expand_counts, expand_nodes
 from tests.support.launchers import RECORDED, environments
 
 TORCHRUN = {
@@ -246,6 +249,35 @@ def test_who_started_it_is_told() -> None:
         "mpirun (Open MPI) -np 2": "Open MPI",
         "mpirun (MPICH) -np 2": "MPI (Hydra)",
     }
+
+
+# --- what a task has started
+
+
+@pytest.mark.parametrize("command", ["srun -N2 --ntasks-per-node=1", "mpirun (Open MPI) -np 2"])
+def test_what_a_task_starts_is_no_task(command: str) -> None:
+    """It has the variables of the task, which the other machines would be waited for by."""
+    env = environments(command)[0]
+    scheduler = find_scheduler(env)
+    assert scheduler is not None
+    own = scheduler.mark_task()
+    assert own[TASK_VARIABLE].startswith(f"{os.getpid()} ")
+    assert found(env | own).size == 2, "the task itself, in a second Accelerator"
+    inherited = {TASK_VARIABLE: own[TASK_VARIABLE].replace(str(os.getpid()), "1", 1)}
+    assert detect(env | inherited) is None
+    assert found(env | inherited | TORCHRUN).size == 8, "a rank that torchrun, or a launcher, has started"
+    step = {"SLURM_STEP_ID": "1", "PMIX_NAMESPACE": "1591934978"}
+    assert found(env | inherited | step).size == 2, "a task of a step that a task has started"
+
+
+def test_a_process_of_multiprocessing_is_no_task() -> None:
+    env = environments("srun -N2 -n4")[0]
+    rank = env | {"RANK": "0", "WORLD_SIZE": "4"}
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        alone, in_group = pool.map(detect, [env, rank])
+    assert alone is None
+    assert in_group is not None
+    assert place(in_group) == (0, 4, 0, 2, 0, 2)
 
 
 # --- SLURM

@@ -24,6 +24,7 @@ PROTOCOL_VARIABLES: dict[str, str] = {
     "ACCELERATE_ASKED": "the options requested of the launcher, each with its flag or file line, as JSON",
     "ACCELERATE_QUIET": "true: no progress bars of loading, saving and estimating; set by launch --quiet",
     "ACCELERATE_OUTER_LAUNCH": "what a launch has set, as JSON, for a launch that its script starts",
+    "ACCELERATE_SCHEDULER_TASK": "a scheduler's task and its process, for what that starts and is no task",
     "ACCELERATE_STOP_FOLDER": "where a process tells its launcher that it stops in good order when asked",
     "ACCELERATE_ERROR_FILE": "where the command line leaves its error instead of printing it, as JSON",
     "FORK_LAUNCHED": "true: the process group belongs to a parent and is not destroyed here",

@@ -13,7 +13,8 @@ A value of the scheduler wins over the configuration file, which is often one co
 ``machine_rank: 0`` on each; flags and ``ACCELERATE_*`` variables win over the scheduler. A port that is only
 derived from the number of the job is a default, and the file wins over it.
 
-A launcher that the script of another launch has started is no part of any job (``launcher.py``).
+A launcher that the script of another launch has started is no part of any job (``launcher.py``), nor is one
+that a task has started (``ClusterEnvironment.is_inherited``).
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def detect_surrounding_job(
     A launcher that stands for its machine starts a job of its own where ``--num_machines 1`` is typed. So it
     does where ``RANK`` and ``WORLD_SIZE`` are left from another job: a loopback ``MASTER_ADDR`` is on no
     other machine. Whoever plays several machines on one says how many there are, or which is which.
-    A launch inside another one is a job of its own.
+    A launch inside another one is a job of its own, and so is one that a task of a scheduler has started.
 
     Args:
         env: the environment.
@@ -121,6 +122,9 @@ def detect_surrounding_job(
     if OUTER_LAUNCH_VARIABLE in env:
         place = env[OUTER_LAUNCH_VARIABLE]
         return None, f"started inside {place} of another launch: a job of its own" if place else ""
+    scheduler = clusters.find_scheduler(env)
+    if scheduler is not None and scheduler.is_inherited():
+        return None, "started by a task of a scheduler, and no task itself: a job of its own"
     context = detect_scheduler(env)
     torchrun = clusters.TorchrunEnvironment(env)
     unused = f"RANK={torchrun.rank} and WORLD_SIZE={torchrun.size} of the environment are not used"

@@ -23,6 +23,7 @@ from accelerate.launch.kinds import KINDS
 from accelerate.launch.kinds.local import NO_RANK_VARIABLES
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import parse_tee
+from accelerate.world.clusters import find_scheduler
 
 STDIN = "-"  # the script is what stands on standard input, as in ``python -``
 
@@ -94,6 +95,8 @@ def launch(request: LaunchRequest, *, replace: bool = False) -> None:
         print_line(request, note)
     handed_on = {**request.script_variables(), **origin_variables(request)}
     record = {OUTER_LAUNCH_VARIABLE: record_variables(handed_on)}
+    if (scheduler := find_scheduler(environ.snapshot())) is not None:
+        record |= scheduler.mark_task()
     plan = dataclasses.replace(plan, variables={**plan.variables, **record})
     kind.run(request, plan, replace=replace)
 

@@ -2,8 +2,8 @@
 
 ``detect(env)`` looks for the variables of each launcher, the most specific first, and returns rank, world
 size and machine of this process as one frozen value. Nothing here uses the network, a scheduler or torch, so
-a dry run for any cluster can be computed and tested anywhere. Only a shell that ``srun --pty`` has opened is
-told from a rank by more than variables.
+a dry run for any cluster can be computed and tested anywhere. Only what is no task itself is told from a rank
+by more than variables: a shell that ``srun --pty`` has opened, and a process that a task has started.
 
 Order of precedence: torchrun's protocol (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``), which our launcher
 writes too; LSF's jsrun, Open MPI, MVAPICH and Hydra (MPICH, Intel MPI), whose daemons may have been
@@ -18,15 +18,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from itertools import product
 
 from accelerate.core.errors import WorldError
 from accelerate.core.value_types import frozen_dataclass
 from accelerate.world.network import DEFAULT_PORT, JOB_PORT_COUNT, is_loopback
+from accelerate.world.slurm_lists import expand_counts, expand_nodes
 
 Env = Mapping[str, str]
 NODE = ("GROUP_RANK", "NODE_RANK", "CROSS_RANK")
 NODES = ("GROUP_WORLD_SIZE", "NNODES", "CROSS_SIZE", "AZUREML_NODE_COUNT")
+# Names the task of a scheduler, and its process, in the environment of what this process starts.
+TASK_VARIABLE = "ACCELERATE_SCHEDULER_TASK"
 
 
 @frozen_dataclass
@@ -79,6 +81,8 @@ class ClusterEnvironment:
     nodes_names: tuple[str, ...] = NODES
     hosts_names: tuple[str, ...] = ()
     job_names: tuple[str, ...] = ()
+    # Tell two jobs of the same size apart, where ``job_names`` do not.
+    namespace_names: tuple[str, ...] = ()
 
     local_rank: int | None = None
     local_size: int | None = None
@@ -182,6 +186,31 @@ class ClusterEnvironment:
             self.port = job_port(self.env, *self.job_names)
         return rank, size, local_rank, local_size, node, nodes  # type: ignore[return-value]
 
+    @property
+    def task(self) -> str:
+        """The variables that tell this task from those of other jobs and steps, with their values."""
+        names = (*self.rank_names, *self.size_names, *self.job_names, *self.namespace_names)
+        return " ".join(f"{name}={self.env[name]}" for name in names if self.env.get(name))
+
+    def mark_task(self) -> dict[str, str]:
+        """Return the variable by which all that this process starts can tell that it is no task itself."""
+        return {TASK_VARIABLE: f"{os.getpid()} {self.task}"}
+
+    def is_inherited(self) -> bool:
+        """Return whether a task has started this process, which has its variables and is no task itself.
+
+        With torchrun's variables it is a rank all the same. A program takes these from a helper that is to
+        work alone, and leaves the scheduler's. A step that a task starts has tasks of its own.
+        """
+        if TorchrunEnvironment.detect(self.env):
+            return False
+        process, _, task = self.env.get(TASK_VARIABLE, "").partition(" ")
+        if task == self.task:
+            return process != str(os.getpid())
+        import multiprocessing
+
+        return multiprocessing.parent_process() is not None
+
     def find_variable(self, names: tuple[str, ...]) -> str:
         """Return the first variable of ``names`` that is set, or the launcher's name if none is."""
         return next((name for name in names if self.env.get(name)), self.name)
@@ -241,6 +270,7 @@ class OpenMPIEnvironment(ClusterEnvironment):
     size_names = ("OMPI_COMM_WORLD_SIZE",)
     local_rank_names = ("OMPI_COMM_WORLD_LOCAL_RANK",)
     local_size_names = ("OMPI_COMM_WORLD_LOCAL_SIZE",)
+    namespace_names = ("PMIX_NAMESPACE",)
 
 
 class MVAPICHEnvironment(ClusterEnvironment):
@@ -404,8 +434,8 @@ SCHEDULERS: tuple[type[ClusterEnvironment], ...] = (
 def detect(env: Env) -> ClusterRankInfo | None:
     """Detect rank and machine of this process; None when it was started alone.
 
-    The only task of a scheduler's job counts as started alone; torchrun's protocol with ``WORLD_SIZE=1``
-    gives a group of one.
+    The only task of a scheduler's job counts as started alone, and so does what a task has started;
+    torchrun's protocol with ``WORLD_SIZE=1`` gives a group of one.
 
     Raises:
         WorldError: the variables are incomplete or contradict each other.
@@ -430,7 +460,7 @@ def detect(env: Env) -> ClusterRankInfo | None:
                 }
             torchrun.hides_devices = scheduler.hides_devices
         return torchrun.cluster()
-    if scheduler is None:
+    if scheduler is None or scheduler.is_inherited():
         _refuse_partial(env, rank, size)
         return None
     cluster = scheduler.cluster()
@@ -521,49 +551,3 @@ def job_port(env: Env, job: str, step: str = "") -> int:
     digits = re.sub(r"\D", "", env.get(job, ""))
     job_number = int(digits or 0) * 8 + (read_number(env, step) or 0 if step else 0)
     return DEFAULT_PORT + job_number % JOB_PORT_COUNT
-
-
-def expand_counts(text: str, *, where: str = "the list") -> list[int]:
-    """Parse SLURM's repeated numbers: ``"2(x3),1"`` is ``[2, 2, 2, 1]``.
-
-    Raises:
-        WorldError: the text is not such a list; ``where`` names its source.
-    """
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
-        if match is None:
-            raise WorldError(f"{where}={text!r} is not a list like '2(x3),1'")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
-
-
-def expand_nodes(text: str, *, where: str = "the list") -> list[str]:
-    """Parse SLURM's compact host lists: ``"gpu[01-02,07]-ib,login"`` is gpu01-ib, gpu02-ib, gpu07-ib, login.
-
-    Names keep what stands before and after a bracket, numbers their leading zeros; of several brackets
-    in one name the last runs fastest.
-
-    Raises:
-        WorldError: the text is not such a list; ``where`` names its source.
-    """
-    names: list[str] = []
-    for pattern in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
-        parts = re.split(r"\[([^\[\]]*)\]", pattern.strip())
-        choices = [_numbers(part, text, where) if index % 2 else [part] for index, part in enumerate(parts)]
-        names += ["".join(choice) for choice in product(*choices)]
-    if not names or text.count("[") != text.count("]"):
-        raise WorldError(f"{where}={text!r} is not a list of hosts like 'gpu[01-03,07],login'")
-    return names
-
-
-def _numbers(ranges: str, text: str, where: str) -> list[str]:
-    """Parse ``"01-03,07"`` to ``["01", "02", "03", "07"]``."""
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None:
-            raise WorldError(f"{where}={text!r} holds {part!r}, which is not a number or a range like 01-03")
-        first, last = match[1], match[2] or match[1]
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return numbers

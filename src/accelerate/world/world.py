@@ -298,6 +298,8 @@ def _open_distributed(
     global _owns_group
     rank, size, local_size = cluster.rank, cluster.size, cluster.local_size
     device = _select_device(settings, cluster.local_rank, local_size, cluster.hides_devices)
+    if (scheduler := clusters.find_scheduler(environ.snapshot())) is not None:
+        environ.set_variables(scheduler.mark_task())
     atexit.unregister(process_group.await_native_threads)
     atexit.register(process_group.await_native_threads)  # runs after the group is closed
     if adopted is None:
