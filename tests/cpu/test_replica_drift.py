@@ -347,7 +347,14 @@ def test_calls_around_the_forward_are_reduced_where_hooks_are_those_of_parameter
         assert found == pytest.approx([v for p in net.parameters() for v in p.flatten().tolist()], abs=1e-6)
 
 
-def add_after_prepare(kind: str) -> tuple[list[str], str]:
+def reduce_by_hooks(module: nn.Module) -> None:
+    """Average the gradients of a module over all ranks, as transformers does those of some adapters."""
+    for parameter in module.parameters():
+        average = lambda p: torch.distributed.all_reduce(p.grad, torch.distributed.ReduceOp.AVG)  # noqa: E731
+        parameter.register_post_accumulate_grad_hook(average)
+
+
+def add_after_prepare(kind: str, reduces: bool = False) -> tuple[list[str], str]:
     """What is said of a layer that a prepared model gets, in three steps; what the optimizer refuses."""
     accelerator = make_accelerator(kind)
     model = Net()
@@ -363,6 +370,8 @@ def add_after_prepare(kind: str) -> tuple[list[str], str]:
         warnings.simplefilter("always")
         step(nn.Identity())
         model.extra = nn.Linear(1, 1)
+        if reduces:
+            reduce_by_hooks(model.extra)
         try:
             optimizer.add_param_group({"params": list(model.extra.parameters())})
         except PrepareError as error:
@@ -379,6 +388,32 @@ def test_parameters_that_are_added_after_sharding_are_named(ranks: RankServer, k
     assert len(first) == 1, first
     assert "optimizer.step() of extra.weight, extra.bias, whose gradients are not reduced" in first[0]
     assert not second, "rank 0 speaks for all"
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", "replicas"])
+def test_parameters_whose_gradients_the_program_reduces_are_not_named(ranks: RankServer, kind: str) -> None:
+    assert same_on_all(ranks(2, add_after_prepare, kind, True)) == ([], "")
+
+
+def hooks_of_the_program() -> list[str]:
+    """What is said of a model without a reducer: it is prepared for evaluation, and hooks reduce."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare_model(nn.Linear(2, 1), evaluation_mode=True)
+    reduce_by_hooks(model)
+    optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.backward(model(torch.full((1, 2), 1.0 + accelerator.process_index)).sum())
+        optimizer.step()
+    assert torch.equal(*accelerator.gather(model.weight.detach()))
+    return [str(each.message) for each in caught]
+
+
+def test_a_model_whose_gradients_the_program_reduces_is_not_named(ranks: RankServer) -> None:
+    """As LoRA on a model that transformers has sharded while it loaded it."""
+    assert same_on_all(ranks(2, hooks_of_the_program)) == []
 
 
 @pytest.mark.parametrize("kind", ["ZeRO 1", "ZeRO 3"])

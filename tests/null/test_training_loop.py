@@ -39,6 +39,31 @@ def test_a_loaded_schedule_ends_where_its_own_length_says(planned: int, loaded: 
     assert [f"has {loaded} steps" in str(warning.message) for warning in caught] == [True]
 
 
+@pytest.mark.parametrize("steps_in_hooks", [True, False])
+def test_an_optimizer_that_stands_for_others_is_not_blamed(steps_in_hooks: bool) -> None:
+    """transformers' layer-wise optimizers step in the backward; a loop gets one of a dummy tensor."""
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    layers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        layers[parameter].step()
+        layers[parameter].zero_grad()
+
+    for parameter in layers:
+        if steps_in_hooks:
+            parameter.register_post_accumulate_grad_hook(step)
+    before = model.weight.detach().clone()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD([torch.randn(1, 1)], lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert torch.equal(model.weight, before) != steps_in_hooks
+    said = ["has no gradient for any of its 1 parameters" in str(warning.message) for warning in caught]
+    assert said == ([] if steps_in_hooks else [True])
+
+
 class Both(nn.Module):
     """Gives a matrix product and a sum in a dict."""
 

@@ -24,7 +24,7 @@ TESTED = ("2.6", "2.8", "2.10", "2.13", "2.15")  # versions of torch that `make 
 # Subjects that every ``Accelerator`` may need.
 COMMON = (
     *("process groups", "tables of modules", "data loaders", "checkpoint files"),
-    *("fused operations on lists of tensors", "loss scaling and schedulers"),
+    *("fused operations on lists of tensors", "loss scaling and schedulers", "hooks of parameters"),
 )
 REFUSED = ""  # there is no other way: a torch without the name is refused
 
@@ -347,7 +347,7 @@ INTERNALS = (
     ),
     Internals(
         "hooks of parameters",
-        ("strategy/sharding/fsdp2_sharder.py",),
+        ("strategy/sharding/fsdp2_sharder.py", "strategy/protocol/gradient_sync.py"),
         {"torch": "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"},
     ),
     Internals(

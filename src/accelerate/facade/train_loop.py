@@ -20,7 +20,12 @@ from accelerate.facade.run_recorder import RunRecorder, StepCounter, describe_mo
 from accelerate.facade.runtime import Runtime
 from accelerate.precision.loss_scaling import LossScaling
 from accelerate.strategy.base import EngineStrategy
-from accelerate.strategy.protocol.gradient_sync import NO_CONTEXT, ReductionMonitor, explain_sharded_step
+from accelerate.strategy.protocol.gradient_sync import (
+    NO_CONTEXT,
+    ReductionMonitor,
+    explain_sharded_step,
+    has_accumulation_hooks,
+)
 from accelerate.world.local_tensor_trees import local_tensor
 
 
@@ -304,8 +309,12 @@ class TrainLoop:
         is_foreign = prepared.isdisjoint(parameters)
         are_sharded = any(hasattr(p, "device_mesh") for p in parameters)  # by the program
         late = parameters if self.monitor is None else self.monitor.late_parameters(parameters)
+        if not optimizer.host_copies:  # an optimizer has hooks to fill these
+            # A program reduces gradients in hooks, or steps there and has a stand-in for an optimizer.
+            late = [p for p in late if not has_accumulation_hooks(p)]
         # Of a sharded model this rank may have frozen parameters only, or empty shards of the others.
-        trains_here = self.world.size == 1 or any(p.requires_grad and p.numel() for p in parameters)
+        trains_here = any(p.requires_grad and p.numel() for p in parameters)
+        trains_here |= self.world.size == 1 and not any(map(has_accumulation_hooks, prepared))
         if trains_here and all(p.grad is None for p in parameters) and not self.precision.scales_loss:
             places = ", ".join(sorted({str(p.device) for p in parameters}))
             warn_user(

@@ -278,6 +278,11 @@ def _join_powers(powers: Sequence[torch.Tensor], p: float, device: torch.device)
     return (stacked.amax() if p > 0 else stacked.amin()) if math.isinf(p) else stacked.sum()
 
 
+def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether functions wait for the accumulated gradient of a parameter, to reduce it or to step."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
 class ReductionMonitor:
     """A capability: a backward reduces gradients by itself, unless a program goes around it.
 
