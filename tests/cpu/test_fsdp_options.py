@@ -428,6 +428,43 @@ def test_batch_norms_keep_their_statistics_in_half_precision(ranks: RankServer) 
         )
 
 
+def report_of_norms(options: dict[str, Any]) -> dict[str, tuple[bool | None, str]]:
+    """Train a model with a batch norm in bfloat16, strictly, and return its option report."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    torch.manual_seed(0)
+    plugin = FullyShardedDataParallelPlugin(**options)
+    accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin, strict=True)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.randn(8, 4)).square().mean())
+    optimizer.step()
+    return said(accelerator)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fsdp_version": 2, "auto_wrap_policy": "NO_WRAP"},
+        {"fsdp_version": 2, "reshard_after_forward": True},
+        {"fsdp_version": 2, "mixed_precision_policy": "bf16"},
+        {"fsdp_version": 1, "auto_wrap_policy": "NO_WRAP"},
+    ],
+    ids=str,
+)
+def test_batch_norms_do_not_count_in_the_option_report(ranks: RankServer, options: dict[str, Any]) -> None:
+    """As units of their own they compute in float32, and stay all-gathered, whatever the options say."""
+    found = same_on_all(ranks(2, report_of_norms, options))
+    assert all(applied for applied, _ in found.values()), found
+
+
+def test_a_wrap_policy_that_matches_nothing_is_reported_beside_batch_norms(ranks: RankServer) -> None:
+    for version in (1, 2):
+        options = {"fsdp_version": version, "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1000}
+        with pytest.raises(RanksError, match="it matches no module: the whole model is one FSDP unit"):
+            ranks(2, report_of_norms, options)
+
+
 @dataclass(frozen=True)
 class Scored:
     """An output that torch registers as no tree."""

@@ -23,6 +23,7 @@ from accelerate.core.errors import PrepareError, warn_user
 from accelerate.strategy.fsdp1.flat_parameter_layout import walk_modules
 from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
+from accelerate.strategy.sharding.fsdp2_options import NORM_UNITS
 from accelerate.strategy.sharding.fsdp2_sharder import broadcast_over_mesh, has_hooks
 from accelerate.strategy.sharding.initial_weights import (
     is_unwritten,
@@ -208,6 +209,7 @@ class FSDP1Wrapper:
         prefixes = {module: prefix for prefix, module in walk_modules(model)}
         flattened = {} if plugin.use_orig_params else _flattened_modules(layout.units)
         materialized: dict[torch.Tensor, torch.Tensor] = {}
+        NORM_UNITS.update(layout.norms)
         done: set[nn.Module] = set()
         unwritten: set[str] = set()
         wrapped: nn.Module = model

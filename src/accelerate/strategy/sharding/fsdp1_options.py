@@ -30,6 +30,7 @@ from accelerate.core.setting import SettingsWithOrigins
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings
 from accelerate.strategy.sharding.fsdp2_options import (
     NO_TRAINED_MODEL,
+    NORM_UNITS,
     make_state_dict_configs,
     parse_dtype,
     parse_enum_name,
@@ -208,6 +209,11 @@ def _units(models: Sequence[nn.Module]) -> list[Any]:
     ]
 
 
+def _wrap_status(option: RequestedOption, plugin: Any, models: Sequence[nn.Module]) -> OptionStatus:
+    chosen = [part for part in _units(models) if part.module not in NORM_UNITS]
+    return wrap_status(option, len(chosen) - len(models))
+
+
 def _strategy_status(option: RequestedOption, plugin: Any, models: Sequence[nn.Module]) -> OptionStatus:
     strategies = {part.sharding_strategy.name.lstrip("_") for part in _units(models)}
     configured = plugin.sharding_strategy.name.lstrip("_")
@@ -231,7 +237,7 @@ def _offload_status(option: RequestedOption, plugin: Any, models: Sequence[nn.Mo
 READ_BACKS: dict[str, Callable[[RequestedOption, Any, Sequence[nn.Module]], OptionStatus]] = {
     "fsdp_sharding_strategy": _strategy_status,
     "fsdp_reshard_after_forward": _strategy_status,
-    "fsdp_auto_wrap_policy": lambda option, _, models: wrap_status(option, len(_units(models)) - len(models)),
+    "fsdp_auto_wrap_policy": _wrap_status,
     "fsdp_offload_params": _offload_status,
     "fsdp_activation_checkpointing": lambda option, _, models: recompute_status(option, models),
     "fsdp_sync_module_states": lambda option, *_: option.report_applied(

@@ -6,6 +6,7 @@ that the prepared models can show.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -210,6 +211,10 @@ def parse_precision(value: Any, buffer_autocast: bool = False) -> MixedPrecision
 
 # --- the option report, read from torch's FSDP state of the prepared models
 
+# Batch norms that are FSDP units whatever the options say (``ShardingLayout.norms``), in FSDP1 too. The
+# options are read back from the other units.
+NORM_UNITS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
 _IGNORED = (
     "it is an option of FSDP1; FSDP2 always keeps the user's own parameters, and begins with the weights of "
     "rank 0"
@@ -278,12 +283,13 @@ def plugin_options(plugin: Any) -> Iterator[RequestedOption]:
 
 
 def _unit_count(models: Sequence[nn.Module]) -> int:
-    """Return the number of FSDP units, without the root modules."""
-    return sum(isinstance(part, FSDPModule) for model in models for part in model.modules()) - len(models)
+    """Return the number of FSDP units that the wrap policy has chosen."""
+    parts = (part for model in models for part in model.modules() if isinstance(part, FSDPModule))
+    return sum(part not in NORM_UNITS for part in parts) - len(models)
 
 
 def wrap_status(option: RequestedOption, parts: int) -> OptionStatus:
-    """Return the status of the wrap policy, by the number of units without the root."""
+    """Return the status of the wrap policy, by the number of units that it has chosen."""
     if str(option.value) == "NO_WRAP":
         return option.report_unless(f"{parts} FSDP units" if parts else "")
     if not parts:
@@ -381,13 +387,18 @@ class ShardedDtypes:
         return "; ".join(wrong)
 
 
+def _policy_groups(model: nn.Module) -> Iterator[Any]:
+    """Yield the FSDP parameter groups but for those of batch norms."""
+    return (group for group in fsdp_param_groups(model) if group.modules[0] not in NORM_UNITS)
+
+
 def used_dtypes(models: Sequence[nn.Module]) -> ShardedDtypes | None:
-    """Return the dtypes of sharded models; None before a forward.
+    """Return the dtypes of sharded models without batch norms that are units; None before a forward.
 
     Args:
         models: the sharded models.
     """
-    groups = [group for model in models for group in fsdp_param_groups(model)]
+    groups = [group for model in models for group in _policy_groups(model)]
     trained = [p for group in groups for p in group.fsdp_params if p.sharded_param.requires_grad]
     whole = [unsharded_param(p) for p in trained]
     if not trained or any(each is None for each in whole):
@@ -420,9 +431,7 @@ def _dtype_names(dtypes: Iterable[torch.dtype | None]) -> str:
 
 def _reshard_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
     # Torch never reshards the root unit after the forward: its backward begins at once.
-    inner = [
-        group for model in models for group in fsdp_param_groups(model) if group not in _root_groups(model)
-    ]
+    inner = [group for model in models for group in _policy_groups(model) if group not in _root_groups(model)]
     reshards = str(option.value).lower() in ("true", "1", "full_shard", "hybrid_shard", "4")
     other = [group for group in inner if group._reshard_after_forward != reshards]
     verb = "keep" if reshards else "free"

@@ -30,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.core.errors import PrepareError, list_first, warn_user
 from accelerate.core.torch_internals import accepts, require
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
+from accelerate.strategy.sharding.fsdp2_options import NORM_UNITS
 from accelerate.strategy.sharding.full_state import distribute, mark_shards
 from accelerate.strategy.sharding.grads import (
     UsedParams,
@@ -167,7 +168,7 @@ class Sharder:
                 call_hooks_of_unit(part, modules)
             # The unsharded parameters are freed here: nobody holds them any more.
             del before, pairs, renewed
-        self._finish(model, replaced, layout.upcast)
+        self._finish(model, layout, replaced)
         if values.sources or initialize is not None:
             values.guard_forward(model)
 
@@ -189,8 +190,11 @@ class Sharder:
                     broadcast_over_mesh(local, mesh)
             broadcast_over_mesh(local, self.mesh)
 
-    def _finish(self, model: nn.Module, replaced: Mapping[torch.Tensor, torch.Tensor], upcast: bool) -> None:
+    def _finish(
+        self, model: nn.Module, layout: ShardingLayout, replaced: Mapping[torch.Tensor, torch.Tensor]
+    ) -> None:
         """Set how the units of a sharded model run; warn of parameters that modules hold elsewhere."""
+        NORM_UNITS.update(layout.norms)
         if GLOO_SUMS:
             average_on_cpu(model, self.device)
         forward, backward = self.plugin._prefetch_flags
@@ -198,7 +202,7 @@ class Sharder:
             _set_prefetch(model, forward, backward)
         groups = list(fsdp_param_groups(model))
         params = [p for group in groups for p in group.fsdp_params]
-        used = UsedParams(params, self.mesh, upcast, self.is_data_parallel)
+        used = UsedParams(params, self.mesh, layout.upcast, self.is_data_parallel)
         for group in groups:
             group.post_backward = partial(used.post_backward, group, group.post_backward)
             group.wait_for_unshard = partial(make_unsharded, group)
