@@ -8,6 +8,7 @@ import warnings
 from collections import UserDict, deque, namedtuple
 from collections.abc import Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.core.errors import CheckpointError, CollectiveError, PrepareError
+from accelerate.core.errors import CheckpointError, CollectiveError, PrepareError, WorldError
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     DistributedType,
@@ -81,6 +82,70 @@ def _threads() -> int:
     ):
         PartialState(cpu=True)
     return torch.get_num_threads()
+
+
+def _own_group(method: str, local_ranks: list[str] | None, hosts: list[str]) -> tuple[int, ...]:
+    """Open a process group by hand, without the variables of a launcher but for ``LOCAL_RANK``."""
+    import torch.distributed as dist
+
+    from accelerate.logging import get_logger
+
+    rank, port = int(os.environ["RANK"]), os.environ["MASTER_PORT"]
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        os.environ.pop(name, None)
+    if local_ranks is not None:
+        os.environ["LOCAL_RANK"] = local_ranks[rank]
+    dist.init_process_group("gloo", init_method=method.format(port=port), rank=rank, world_size=2)
+    get_logger(__name__).warning("said before there is a state")
+    with patch("socket.gethostname", return_value=hosts[rank]):
+        state = PartialState(cpu=True)
+    assert gather_object([state.process_index]) == [0, 1]
+    world = state.world
+    return state.process_index, state.local_process_index, world.local_size, world.node, world.nodes
+
+
+@pytest.mark.parametrize(
+    ("local_ranks", "hosts", "places"),
+    [
+        (["0", "1"], ["one", "one"], [(0, 0, 2, 0, 1), (1, 1, 2, 0, 1)]),
+        (["1", "0"], ["one", "one"], [(0, 1, 2, 0, 1), (1, 0, 2, 0, 1)]),
+        (["0", "0"], ["one", "other"], [(0, 0, 1, 0, 2), (1, 0, 1, 1, 2)]),
+        (None, ["one", "other"], [(0, 0, 1, 0, 2), (1, 0, 1, 1, 2)]),
+    ],
+)
+def test_a_group_that_the_program_has_opened_counts(
+    ranks: RankServer,
+    tmp_path: Path,
+    local_ranks: list[str] | None,
+    hosts: list[str],
+    places: list[tuple[int, ...]],
+) -> None:
+    """With ``LOCAL_RANK`` as the program has set it, on one machine or on several."""
+    assert ranks(2, _own_group, f"file://{tmp_path}/store", local_ranks, hosts) == places
+
+
+def test_ranks_that_have_met_at_a_loopback_address_share_a_machine(ranks: RankServer) -> None:
+    places = ranks(2, _own_group, "tcp://127.0.0.1:{port}", ["0", "1"], ["one", "other"])
+    assert places == [(0, 0, 2, 0, 1), (1, 1, 2, 0, 1)]
+
+
+def _alone_in_own_group(path: str) -> str:
+    import torch.distributed as dist
+
+    rank, timeout = int(os.environ["RANK"]), timedelta(seconds=2)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    dist.init_process_group("gloo", f"file://{path}", timeout, rank=rank, world_size=2)
+    if rank == 0:
+        with pytest.raises(WorldError) as error:
+            PartialState(cpu=True)
+        return str(error.value)
+    return ""
+
+
+def test_a_rank_of_an_opened_group_that_does_not_come_is_named(ranks: RankServer, tmp_path: Path) -> None:
+    said, _ = ranks(2, _alone_in_own_group, str(tmp_path / "store"))
+    assert "1 of 2 ranks of the process group have not come: 1" in said
 
 
 def test_processes_use_the_cores_that_they_are_bound_to(ranks: RankServer) -> None:

@@ -24,7 +24,7 @@ from accelerate.core.errors import PeerError, WorldError
 from accelerate.core.setting import load_settings
 from accelerate.core.value_types import Timeout
 from accelerate.device import ProcessDeviceSettings
-from accelerate.world import clusters, network, process_group, rendezvous, watchdog
+from accelerate.world import adopted_group, clusters, network, process_group, rendezvous, watchdog
 
 if TYPE_CHECKING:
     import torch
@@ -176,14 +176,23 @@ def get_rank_info() -> tuple[int, int, int]:
 
     They are the process group's, else the launcher's, else those of a single process.
     """
-    info = _current or clusters.detect(environ.snapshot())
+    info = _current or _detect_place()
     return (info.rank, info.local_rank, info.size) if info else (0, 0, 1)
 
 
 def get_local_size() -> int:
     """Return the number of processes on this machine, also before the world is open."""
-    info = _current or clusters.detect(environ.snapshot())
+    info = _current or _detect_place()
     return info.local_size if info else 1
+
+
+def _detect_place() -> clusters.ClusterRankInfo | None:
+    """Detect the place of this process before the world is open; None for a single process."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        env, rank, size = environ.snapshot(), dist.get_rank(), dist.get_world_size()
+        return adopted_group.locate_rank(env, rank, size, waits=False)
+    return clusters.detect(environ.snapshot())
 
 
 def open(
@@ -211,14 +220,10 @@ def open(
         return _current
     import torch.distributed as dist
 
-    cluster = clusters.detect(environ.snapshot())
-    adopted = (
-        (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else None
-    )
-    if adopted is not None and cluster is None:
-        # The user opened the group by hand and no launcher described it: all ranks are taken to be local.
-        rank, size = adopted
-        cluster = clusters.ClusterRankInfo("the environment", rank, size, rank, size, 0, 1, "", 0)
+    env, adopted = environ.snapshot(), None
+    if dist.is_available() and dist.is_initialized():
+        adopted = dist.get_rank(), dist.get_world_size()
+    cluster = clusters.detect(env) if adopted is None else adopted_group.locate_rank(env, *adopted)
     if cluster is None:
         device = _select_device(settings)
         _current = World(0, 1, 0, 1, 0, 1, device, debug=settings.debug)
