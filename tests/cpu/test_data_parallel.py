@@ -805,6 +805,27 @@ def test_a_program_may_keep_gradients_from_being_reduced(ranks: RankServer) -> N
     assert ranks(2, gradient_of_own_rank) == [("NO", 0.0), ("NO", 1.0)]
 
 
+def own_optimizer() -> list[Any]:
+    """Each rank trains a model of its own, by other options; rank 0 prepares a second one alone."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = DistributedType.NO
+    rank, model = accelerator.process_index, nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank), momentum=0.9)
+    optimizer.state[model.weight]["momentum_buffer"] = torch.full((1, 1), float(rank))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if rank == 0:
+        other = nn.Linear(1, 1)
+        accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    return [optimizer.param_groups[0]["lr"], optimizer.state[model.weight]["momentum_buffer"].item()]
+
+
+def test_a_program_that_reduces_gradients_itself_has_an_optimizer_per_rank(ranks: RankServer) -> None:
+    assert ranks(2, own_optimizer) == [[0.1, 0.0], [0.2, 1.0]]
+
+
 def read_on_rank_zero() -> list[int]:
     """Trainers that prune a model evaluate it on rank 0 alone, and put the number back afterwards."""
     from accelerate import Accelerator, DataLoaderConfiguration

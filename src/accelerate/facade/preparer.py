@@ -223,7 +223,8 @@ class Preparer:
             )
         if quantization.quantized_models and bundle.training:
             quantization.check_adapters(models, optimizers)
-        if optimizers and models and world.size > 1 and dist.is_initialized():
+        compares = optimizers and models and world.size > 1 and not bundle.program_reduces_gradients
+        if compares and dist.is_initialized():
             prepared = [each.optimizer for each in self.prepared.optimizers]
             sharded = [m for m in models if getattr(m, "_is_accelerate_prepared", False)]
             shards = {p for m in sharded for p in m.parameters() if self.runtime.strategy.shards_params}

@@ -53,7 +53,8 @@ class PrepareBundle:
         split_batches: a batch of a loader is that of all ranks together.
         step_scheduler_once: an optimizer step advances a schedule once, also without ``split_batches``.
         program_shards_sequences: context parallelism is the program's, in batches and in attention.
-        program_reduces_gradients: so is the mean of gradients: it has set ``distributed_type`` to NO.
+        program_reduces_gradients: so is the mean of gradients: it has set ``distributed_type`` to NO. A rank
+            may prepare alone, and have another optimizer.
         strict: an option that cannot take effect is an error, not a warning.
         given_unwrapped: prepared models for which the user's own object was given, as after ``unwrap_model``.
     """
