@@ -122,6 +122,22 @@ def test_clipping_by_value_sees_true_gradients_and_waits_for_the_window() -> Non
     assert optimizer.skipped_steps == 0
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_the_norm_of_a_clipping_may_be_a_text(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch takes it, in a micro-batch that only accumulates too, and where gradients are watched."""
+    monkeypatch.setenv("ACCELERATE_CHECK_NUMERICS", str(watched))
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = nn.Linear(2, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    norms = list[float]()
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.tensor([[3.0, 4.0]])).sum())
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), 9.0, norm_type="inf").item())
+            optimizer.step()
+    assert norms == [2.0, 4.0]
+
+
 class Lomo(torch.optim.Optimizer):
     """An optimizer in the manner of LOMO: it has no step of its own."""
 

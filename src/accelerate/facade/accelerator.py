@@ -946,19 +946,19 @@ class Accelerator(ProcessMixin):
         """
         self._loop.unscale_gradients(optimizer)
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float | str = 2) -> torch.Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``.
 
         Args:
             parameters: a tensor or an iterable of them; those without a gradient do not count.
             max_norm: the limit; ``float("inf")`` only measures.
-            norm_type: the p of the norm.
+            norm_type: the p of the norm; ``"inf"`` is infinity.
 
         Returns:
             The norm before, a scalar on the device. While gradients are being accumulated nothing is
             clipped, and it is the norm of this process's gradients so far.
         """
-        return self._loop.clip_grad_norm(parameters, max_norm, norm_type)
+        return self._loop.clip_grad_norm(parameters, max_norm, float(norm_type))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp each gradient element to ``[-clip_value, clip_value]``; do nothing while accumulating."""
