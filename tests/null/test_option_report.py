@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +22,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
 from accelerate.core.option_report import OptionReport, OptionStatus, RequestedOption
+from accelerate.facade.option_read_backs import READ_BACKS
 from accelerate.facade.option_report import OptionReporter
 from accelerate.launch.base import origin_variables
 from accelerate.launch.launch_request import read_request
@@ -179,6 +181,41 @@ def test_strict_lets_pass_what_makes_no_difference() -> None:
     accelerator.prepare(Net())
     effect = found(accelerator)["find_unused_parameters"]
     assert (effect.not_applied, effect.is_failure, effect.why) == (True, False, "there is one process")
+
+
+@dataclass
+class NamedGroup(InitProcessGroupKwargs):
+    """Options of a program's own beside those of this package."""
+
+    group_name: str = ""
+
+
+@dataclass
+class NamedLoaders(DataLoaderConfiguration):
+    """Others."""
+
+    label: str = ""
+
+
+@dataclass
+class NamedSteps(GradientAccumulationPlugin):
+    """Others."""
+
+    reason: str = ""
+
+
+def test_fields_that_a_program_adds_to_a_class_of_options_are_its_own() -> None:
+    accelerator = Accelerator(
+        kwargs_handlers=[NamedGroup(group_name="a")],
+        dataloader_config=NamedLoaders(label="b"),
+        gradient_accumulation_plugin=NamedSteps(reason="c"),
+        strict=True,
+    )
+    accelerator.prepare(Net())
+    found_names = {name for name, status in found(accelerator).items() if "own class" in status.why}
+    assert found_names == {"group_name", "label", "reason"}
+    for kind in (InitProcessGroupKwargs, DataLoaderConfiguration, GradientAccumulationPlugin):
+        assert {field.name for field in fields(kind)} <= READ_BACKS.keys()
 
 
 # ---------------------------------------------------------------- number formats

@@ -1,7 +1,8 @@
 """The read-backs of the option report: what the run shows of an option that was requested.
 
-``READ_BACKS`` has the function of each option, by its name. A strategy and a compiler read back their own
-options: ``Strategy.option_statuses``, ``compilation.option_statuses``.
+``READ_BACKS`` has the function of each option, by its name, and ``added_field_status`` that of a field which
+the program has added to a class of options. A strategy and a compiler read back their own options:
+``Strategy.option_statuses``, ``compilation.option_statuses``.
 """
 
 from __future__ import annotations
@@ -271,6 +272,11 @@ def _torch_numbers_status(option: RequestedOption, loader: Any) -> OptionStatus:
     given = loader.keeps_torch_numbers or getattr(sampler, "generator", None) is not None
     harmless = type(sampler) is not RandomSampler
     return option.report_unless("" if given or harmless else "a loader was prepared without it")
+
+
+def added_field_status(option: RequestedOption, run: ReportedRun) -> OptionStatus:
+    """Return the status of a field that only a subclass of the program has: the class makes use of it."""
+    return option.report_applied("a field of the program's own class")
 
 
 READ_BACKS: dict[str, ReadBack] = {

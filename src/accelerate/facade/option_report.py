@@ -34,7 +34,7 @@ from accelerate.facade.launch_settings import (
     PrecisionSettings,
     RunReportSettings,
 )
-from accelerate.facade.option_read_backs import READ_BACKS, ReportedRun
+from accelerate.facade.option_read_backs import READ_BACKS, ReportedRun, added_field_status
 from accelerate.facade.preparer import PreparedObjects, PrepareOptions
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.tracker_set import TrackerSet
@@ -170,9 +170,10 @@ class OptionReporter:
             *(RequestedOption("log_with", name, "the argument log_with") for name in trackers),
         ]
         models = [strategy.unwrap(model) for model in run.prepared.models]
+        look = READ_BACKS.get
         for status in (
             *(
-                each if isinstance(each, OptionStatus) else READ_BACKS[each.name](each, run)
+                each if isinstance(each, OptionStatus) else look(each.name, added_field_status)(each, run)
                 for each in self._run_options
             ),
             *(
@@ -182,7 +183,7 @@ class OptionReporter:
             ),
             *strategy.option_statuses(run.prepared.models),
             *(unused_options(strategy.request, strategy) if harmless or strategy.request.passed_over else ()),
-            *(READ_BACKS[option.name](option, run) for option in loop),
+            *(look(option.name, added_field_status)(option, run) for option in loop),
         ):
             # The flag or line of a file that gave the launcher the option, instead of the variable.
             origin = self._launched.get(status.option)
