@@ -395,6 +395,17 @@ def test_metal_never_promises_more_than_the_machine_has(monkeypatch: pytest.Monk
     assert devices.get("mps").get_memory_info() == (1000, TOTAL)
 
 
+def test_several_processes_of_a_machine_with_metal_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One may compute on it, and several on the CPU, if somebody says so."""
+    install(monkeypatch, "mps")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(WorldError, match="2 processes share this machine, but it has 1 mps device"):
+        PartialState()
+
+
 def test_metal_has_bf16_since_macos_14(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "mps")
     monkeypatch.setattr(

@@ -14,7 +14,8 @@ class Mps(Device):
     """Metal. Not run on an Apple machine: written against torch's documentation and tested with a fake.
 
     There is one device, its memory is the machine's own, and torch has no process group for it: several
-    processes of one machine compute on the CPU. Source: torch 2.13, ``torch/mps``, which has no streams.
+    processes of one machine are refused unless they are told to compute on the CPU (``--cpu``). Source: torch
+    2.13, ``torch/mps``, which has no streams.
     """
 
     type = "mps"
