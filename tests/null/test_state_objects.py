@@ -116,6 +116,13 @@ def test_the_shared_state_shows_the_facts() -> None:
     assert PartialState._shared_state["distributed_type"] == "MULTI_GPU"
 
 
+def test_the_shared_state_is_read_without_a_state_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs read it in loops, to see whether there is a state."""
+    state = PartialState(cpu=True)
+    monkeypatch.setattr(PartialState, "__init__", lambda *_: pytest.fail("a state is made"))
+    assert PartialState._shared_state["num_processes"] == vars(state)["num_processes"] == 1
+
+
 def test_a_program_clears_and_puts_back_shared_states() -> None:
     """As fixtures do between tests, and trainers around a library that resets all states."""
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")

@@ -118,9 +118,9 @@ class _PartialStateDictDescriptor:
     """The descriptor ``PartialState._shared_state``: a dict, empty exactly when no world is open."""
 
     def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
-        world = worlds.current()
-        names = () if world is None else _STATE_NAMES
-        return _PartialStateDict((name, getattr(PartialState(), name)) for name in names)
+        names = () if worlds.current() is None else _STATE_NAMES
+        state = object.__new__(PartialState)  # one of the open world; its constructor would open another
+        return _PartialStateDict((name, getattr(state, name)) for name in names)
 
 
 class _AcceleratorStateDict(dict[str, Any]):
