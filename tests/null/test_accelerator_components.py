@@ -19,7 +19,6 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.core.setting import load_settings
-from accelerate.data.active_loaders import ActiveLoaders
 from accelerate.facade import runtime as runtimes
 from accelerate.facade.checkpoint_manager import CheckpointManager, register_hook
 from accelerate.facade.launch_settings import ResumeSettings
@@ -92,7 +91,7 @@ class FakePrecision(Precision):
 
 def fake_runtime(size: int = 1, rank: int = 0, steps: int = 1, **handlers: Any) -> Runtime:
     world = World.fake(size=size, rank=rank, device="cpu")
-    gradients = GradientState.create(GradientAccumulationPlugin(num_steps=steps), ActiveLoaders())
+    gradients = GradientState.create(GradientAccumulationPlugin(num_steps=steps))
     by_class = {type(handler): handler for handler in handlers.values()}
     return Runtime(
         world, FakePrecision(world), FakeStrategy(world), by_class, gradients, TorchDynamoPlugin(backend="no")

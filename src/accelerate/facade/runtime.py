@@ -14,7 +14,6 @@ from accelerate.core.argument_checks import KwargsHandler
 from accelerate.core.errors import SettingError, warn_user
 from accelerate.core.setting import SettingsWithOrigins, load_settings
 from accelerate.core.torch_internals import COMMON, require
-from accelerate.data.active_loaders import ActiveLoaders
 from accelerate.facade.compilation import TorchDynamoPlugin
 from accelerate.facade.gradient_state import GradientAccumulationPlugin, GradientState
 from accelerate.facade.launch_settings import GradientAccumulationSettings
@@ -138,7 +137,7 @@ def build_runtime(
         precision.set_gather_extension(strategy.gathers_tensor_subclasses)
     state.show_strategy(strategy)
     state.strategy_plugins = given
-    gradients = GradientState.create(accumulation_plugin, ActiveLoaders())
+    gradients = GradientState.create(accumulation_plugin)
     engine_steps = strategy.accumulation_steps if isinstance(strategy, EngineStrategy) else None
     if accumulation_plugin is None:
         accumulation = resolve_accumulation(accumulation_steps, engine_steps)
