@@ -28,10 +28,10 @@ from accelerate.core.errors import SettingError
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.core.setting import SettingsWithOrigins
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings
+from accelerate.strategy.sharding import fsdp2_options
 from accelerate.strategy.sharding.fsdp2_options import (
     NO_TRAINED_MODEL,
     NORM_UNITS,
-    make_state_dict_configs,
     parse_dtype,
     parse_enum_name,
     parse_policy_fields,
@@ -128,7 +128,7 @@ def state_dict_configs(kind: StateDictType) -> tuple[Any, Any]:
     offload = torch.accelerator.is_available()
     if kind == StateDictType.LOCAL_STATE_DICT:
         return LocalStateDictConfig(offload_to_cpu=offload), LocalOptimStateDictConfig(offload_to_cpu=offload)
-    return make_state_dict_configs(kind, offload=offload)
+    return fsdp2_options.state_dict_configs(kind, offload=offload)
 
 
 def parse_offload(value: Any) -> CPUOffload:

@@ -161,8 +161,12 @@ def _parse_fsdp1_name(loaded: SettingsWithOrigins[FSDPSettings], value: str) -> 
     return parse_enum_name(value, ShardingStrategy, name)
 
 
-def state_dict_configs(kind: StateDictType) -> tuple[Any, Any]:
+def state_dict_configs(kind: StateDictType, *, offload: bool = True) -> tuple[Any, Any]:
     """Return torch's state dict configurations of that type, for models and for optimizers.
+
+    Args:
+        kind: the type.
+        offload: values of state dicts go to the host.
 
     Raises:
         SettingError: there is no such type in FSDP2.
@@ -172,11 +176,6 @@ def state_dict_configs(kind: StateDictType) -> tuple[Any, Any]:
             "state_dict_type LOCAL_STATE_DICT is one of FSDP1",
             fix="use SHARDED_STATE_DICT, a shard per rank, or FULL_STATE_DICT",
         )
-    return make_state_dict_configs(kind, offload=True)
-
-
-def make_state_dict_configs(kind: StateDictType, *, offload: bool) -> tuple[Any, Any]:
-    """Return torch's configurations of full or sharded state dicts, for models and for optimizers."""
     if kind == StateDictType.FULL_STATE_DICT:
         return (
             FullStateDictConfig(offload_to_cpu=offload, rank0_only=True),
