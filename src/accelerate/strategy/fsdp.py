@@ -109,12 +109,14 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
         """Shard one model in place, and make ``optimizers`` hold its new parameters."""
         from accelerate.strategy.sharding.fsdp2_sharder import Sharder
 
-        meshes, checkpoints = self._replicated_meshes, model not in self._checkpointed
-        is_data_parallel = self.data_shard.count == self.world.size
         sharder = Sharder(
-            self._shard_mesh, self.plugin, self.world.device, meshes,
-            checkpoints=checkpoints, is_data_parallel=is_data_parallel,
-        )  # fmt: skip
+            self._shard_mesh,
+            self.plugin,
+            self.world.device,
+            self._replicated_meshes,
+            checkpoints=bool(self.plugin.activation_checkpointing) and model not in self._checkpointed,
+            is_data_parallel=self.data_shard.count == self.world.size,
+        )
         layout = self._plan_layout(model)
         sharder.shard(model, layout, optimizers, self._replaced_params)
         self._ignored_params.update(dict.fromkeys(layout.ignored))

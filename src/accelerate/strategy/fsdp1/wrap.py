@@ -173,24 +173,21 @@ def _initialize_outside_inference(root: nn.Module) -> None:
     handle = root.register_forward_pre_hook(uncompiled)
 
 
+@dataclass
 class FSDP1Wrapper:
     """Wraps models over a device mesh.
 
-    Args:
+    Attributes:
         mesh: the device mesh; of two dimensions under HSDP.
         plugin: the options.
         strategy: torch's sharding strategy.
         device: where this rank computes.
     """
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        plugin: FullyShardedDataParallelPlugin,
-        strategy: ShardingStrategy,
-        device: torch.device,
-    ) -> None:
-        self.mesh, self.plugin, self.strategy, self.device = mesh, plugin, strategy, device
+    mesh: DeviceMesh
+    plugin: FullyShardedDataParallelPlugin
+    strategy: ShardingStrategy
+    device: torch.device
 
     def wrap(self, model: nn.Module, layout: FSDP1WrapLayout) -> tuple[FSDP1WrappedModel, list[Any]]:
         """Wrap ``model``; afterwards it has the weights of rank 0 on all ranks.

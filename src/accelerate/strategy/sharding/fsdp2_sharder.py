@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -61,36 +61,30 @@ GLOO_SUMS = _VERSION < (2, 10)
 InitFunction = Callable[[nn.Module], None]
 
 
+@dataclass
 class Sharder:
     """Shards models over a device mesh, and remaps optimizers to the new parameters.
 
     The mesh may be a submesh: ranks outside of it hold other shards of the same parameters (tensor parallel)
     or other parameters (pipeline parallel).
 
-    Args:
+    Attributes:
         mesh: the device mesh: one dimension of shards, or two with replicas (HSDP).
         plugin: the options.
         device: where this rank computes.
         replicated_meshes: more meshes of one dimension, along which parameters are replicated unless they are
             DTensors.
-        checkpoints: apply the plugin's activation checkpointing; False where the program has applied its own.
+        checkpoints: apply activation checkpointing.
         is_data_parallel: each rank computes from samples of its own, whole ones.
     """
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        plugin: FullyShardedDataParallelPlugin,
-        device: torch.device,
-        replicated_meshes: Sequence[DeviceMesh] = (),
-        *,
-        checkpoints: bool = True,
-        is_data_parallel: bool = True,
-    ) -> None:
-        self.mesh, self.plugin, self.device = mesh, plugin, device
-        self.replicated_meshes = tuple(replicated_meshes)
-        self.checkpoints = checkpoints and bool(plugin.activation_checkpointing)
-        self.is_data_parallel = is_data_parallel
+    mesh: DeviceMesh
+    plugin: FullyShardedDataParallelPlugin
+    device: torch.device
+    replicated_meshes: Sequence[DeviceMesh] = ()
+    _: KW_ONLY
+    checkpoints: bool = False
+    is_data_parallel: bool = True
 
     def shard(
         self,
