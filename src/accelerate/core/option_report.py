@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 from accelerate.core.setting import SettingsWithOrigins, declared_settings
 from accelerate.core.tables import align_columns
-from accelerate.core.value_types import frozen_dataclass
 
 
-@frozen_dataclass
+@dataclass(frozen=True)
 class OptionStatus:
     """The status of one requested option.
 
@@ -72,7 +72,7 @@ class OptionStatus:
         return f"{self.request_text}{source} {verb}{f': {self.why}' if self.why else ''}"
 
 
-@frozen_dataclass
+@dataclass(frozen=True)
 class RequestedOption:
     """An option that the user requested; its methods turn it into an ``OptionStatus``."""
 
