@@ -28,7 +28,7 @@ def locate_rank(env: clusters.Env, rank: int, size: int, *, waits: bool = True) 
     """
     scheduler, torchrun = clusters.find_scheduler(env), clusters.TorchrunEnvironment(env)
     is_told = torchrun.detect(env) and clusters.read_number(env, *torchrun.local_size_names) is not None
-    if scheduler is not None and size > 1:
+    if scheduler is not None and size > 1 and not scheduler.is_inherited():
         is_told |= (scheduler.rank, scheduler.size) == (rank, size)
     if is_told and (cluster := clusters.detect(env)) is not None:
         return cluster
