@@ -629,8 +629,10 @@ def test_the_names_are_those_of_the_public_format() -> None:
     )
     assert constants.WEIGHTS_PATTERN_NAME.format(suffix="") == constants.WEIGHTS_NAME == "pytorch_model.bin"
     own = """model.safetensors pytorch_model_fsdp_0 optimizer_0 optimizer_1.bin pytorch_model manifest.json
-        random_states_12.pkl scaler.pt dl_state_dict_1.bin sampler.bin"""
-    foreign = "model-00001-of-00002.safetensors notes.txt optimizer.txt models logs config.json"
+        random_states_12.pkl scaler.pt dl_state_dict_1.bin sampler.bin sampler_1_rank2.bin pytorch_model_1
+        pytorch_model_fsdp.bin pytorch_model_fsdp_1.bin pytorch_model_fsdp_1_rank2.bin"""
+    foreign = """model-00001-of-00002.safetensors notes.txt optimizer.txt models logs config.json
+        scheduler scheduler_1 optimizer sampler pytorch_model_best.bin pytorch_model_fsdp pytorch_model_ema"""
     assert all(map(layout.is_checkpoint_name, own.split()))
     assert not any(map(layout.is_checkpoint_name, foreign.split()))
 

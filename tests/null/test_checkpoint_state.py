@@ -387,13 +387,15 @@ def test_saving_over_a_checkpoint_replaces_it_and_keeps_what_is_not_its_own(tmp_
     first = training(steps=1)
     save.save(first, target, safe_serialization=False)
     (target / "notes.txt").write_text("mine")
-    (target / "logs").mkdir()
-    (target / "logs" / "events").write_text("mine too")
+    for folder in ("logs", "scheduler"):  # the second is of a pipeline of diffusers
+        (target / folder).mkdir()
+        (target / folder / "events").write_text("mine too")
     second = training(steps=2)
     second.custom = []
     save.save(second, target)
     assert (target / "notes.txt").read_text() == "mine"
-    assert (target / "logs" / "events").read_text() == "mine too"
+    for folder in ("logs", "scheduler"):
+        assert (target / folder / "events").read_text() == "mine too"
     assert not (target / "pytorch_model.bin").exists()
     assert not (target / "custom_checkpoint_0.pkl").exists()
     assert os.listdir(tmp_path) == ["out"]

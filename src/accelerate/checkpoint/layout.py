@@ -97,10 +97,12 @@ def file_name(kind: str, index: int = 0, rank: int = 0) -> str:
     return _FILE_NAMES[kind].format(index=index, suffix=suffix, rank=rank, rank_suffix=rank_suffix)
 
 
-# Sharded, DeepSpeed and Megatron-LM checkpoints add files and folders named after the model or optimizer.
+# Folders are those of sharded states, which have a number, and of DeepSpeed and Megatron-LM, named after the
+# model. ``scheduler/`` is none: pipelines of diffusers have one.
 _PART = re.compile(
-    rf"{SAFE_MODEL_NAME}(_\d+)?\.safetensors|{MODEL_NAME}\w*(\.bin)?"
-    rf"|({OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME})(_\d+)?(_rank\d+)?(\.bin)?"
+    rf"{SAFE_MODEL_NAME}(_\d+)?\.safetensors|{MODEL_NAME}(_\d+)?(\.bin)?"
+    rf"|{SHARDED_MODEL_NAME}_\d+|{SHARDED_MODEL_NAME}(_\d+)?(_rank\d+)?\.bin|{OPTIMIZER_NAME}_\d+"
+    rf"|({OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME})(_\d+)?(_rank\d+)?\.bin"
     rf"|{LOADER_NAME}(_\d+)?(_rank\d+)?\.bin|{re.escape(SCALER_NAME)}"
     rf"|{RNG_STATE_NAME}_\d+\.pkl|{GRADIENTS_NAME}_\d+\.bin|{CUSTOM_NAME}_\d+\.pkl|{RANK_STATE_NAME}_\d+_\d+\.bin"
     rf"|{re.escape(MANIFEST_NAME)}"
