@@ -406,6 +406,26 @@ def test_what_is_fetched_is_what_is_needed_and_goes_again(
     assert os.listdir(tmp_path) == []
 
 
+def test_shards_of_an_optimizer_are_not_fetched_where_only_a_model_is_prepared(objects: Objects) -> None:
+    def prepared(with_optimizer: bool) -> tuple[Accelerator, torch.nn.Module]:
+        model = torch.nn.Linear(2, 2)
+        others = [torch.optim.AdamW(model.parameters())] if with_optimizer else []
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(model, *others)
+        return accelerator, model
+
+    accelerator, model = prepared(with_optimizer=True)
+    url = accelerator.save_state(f"{objects.url}/a", sharded=True)
+    for with_optimizer in (False, True):
+        accelerator, fresh = prepared(with_optimizer)
+        objects.log.clear()
+        accelerator.load_state(url)
+        assert torch.equal(fresh.weight, model.weight)
+        fetched = {line.partition("/files-")[2].partition("/")[2] for line in objects.log}
+        assert {"pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp"} <= fetched
+        assert any(name.startswith("optimizer_0/") for name in fetched) == with_optimizer
+
+
 def _add_rank(objects: Objects, folder: str) -> None:
     """Files of another rank, in both manifests."""
     from dataclasses import replace

@@ -325,7 +325,8 @@ def _needed_files(
         match = _OF_RANK.fullmatch(file)
         if manifest is not None and manifest.world_size == size:  # others need the states of all ranks
             match = match or _RANK_STATE.fullmatch(file)
-        if file not in unrequested and (match is None or int(match[1] or match[2]) in wanted_ranks):
+        top = file.partition("/")[0]  # the entry of a sharded state is its folder
+        if top not in unrequested and (match is None or int(match[1] or match[2]) in wanted_ranks):
             file_sizes[file] = file_size
     return file_sizes
 
