@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -317,6 +318,22 @@ def test_of_a_model_of_peft_the_adapter_alone_is_saved(
     utils.load_fsdp_model(plugin, accelerator, models[1], str(tmp_path), adapter_only=True)
     assert equal(models[0]["lora"], models[1]["lora"])
     assert not torch.equal(models[0]["base"].weight, models[1]["base"].weight)
+
+
+def test_a_full_optimizer_state_is_mapped_while_it_is_loaded(tmp_path: Path) -> None:
+    """Each rank of a machine calls: a copy of the whole state for each of them is more than hosts have."""
+    accelerator: Any = Accelerator(cpu=True)
+    plugin = SimpleNamespace(state_dict_type="FULL_STATE_DICT")
+    model = accelerator.prepare(pair())
+    optimizer = train_steps(model, torch.optim.AdamW(model.parameters()))
+    utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(tmp_path))
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.5)
+    with patch.object(torch, "load", wraps=torch.load) as read:
+        utils.load_fsdp_optimizer(plugin, accelerator, fresh, model, str(tmp_path))
+    assert [call.kwargs["mmap"] for call in read.call_args_list] == [True]
+    assert same_state(optimizer, fresh)
+    if sys.platform == "linux":  # nothing stays mapped, so the checkpoint may be removed
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
 # ---------------------------------------------------------------- damage

@@ -343,6 +343,20 @@ class MappedOptimizerState:
                     cls.open_states.remove(mapped)
 
 
+def copy_kept_tensors(optimizer: Any, state: Any) -> None:
+    """Copy the tensors that an optimizer has kept of a mapped ``state``, so that their file does not matter.
+
+    A strategy that shards copies the shards of this rank itself, and keeps step counts.
+    """
+
+    def addresses(leaf: Any) -> set[int]:
+        return {tensor.untyped_storage().data_ptr() for tensor in _host_tensors(leaf)}
+
+    mapped = {address for _, leaf in tree.iterate_leaves(state) for address in addresses(leaf)}
+    for key, values in getattr(optimizer, "state", {}).items():
+        optimizer.state[key] = tree.map_tree(lambda x: x.clone() if mapped & addresses(x) else x, values)
+
+
 class RunningSteps:
     """The optimizer steps that one thread is in, and the mapped states that they write to.
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import layout, torch_files
+from accelerate.checkpoint import layout, mapped_state, torch_files
 from accelerate.checkpoint.file_access import CheckpointNotFoundError, file_errors, make_folder
 from accelerate.checkpoint.layout import CheckpointLoadContext
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
@@ -204,7 +204,9 @@ def load_fsdp_optimizer(
         return
     path = Path(input_dir) / layout.file_name("optimizers", optimizer_index)
     _refuse_missing(path, layout.file_name("sharded_optimizers", optimizer_index))
-    load_optimizer_state(strategy, inner, [model], torch_files.read(path, "cpu"))
+    state = torch_files.read(path, "cpu", mmap=True)
+    load_optimizer_state(strategy, inner, [model], state)
+    mapped_state.copy_kept_tensors(inner, state)
 
 
 # --- states that a program gives and takes
