@@ -345,6 +345,23 @@ def folder(tmp_path: Path) -> Path:
     return save(ShardedModelState(nn.Linear(4, 4)), tmp_path / "m")
 
 
+def test_a_file_is_looked_at_once_for_all_chunks_in_it(tmp_path: Path) -> None:
+    """Each rank looks, and on a network file system one server answers all of them."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
+    shards = ShardFolderReader(save(ShardedModelState(model), tmp_path / "m"))
+    looks: list[str] = []
+    stat = Path.stat
+
+    def look(path: Path, **options: Any) -> os.stat_result:
+        looks.append(path.name)
+        return stat(path, **options)
+
+    with patch.object(Path, "stat", look):
+        shards.check_files(shards.paths)
+    assert 1 <= looks.count("__0_0.distcp") <= 2
+    assert len(shards.paths) == 16
+
+
 def test_missing_and_cut_files_are_named(folder: Path) -> None:
     """D2, where no manifest tells."""
     file = folder / "__0_0.distcp"

@@ -279,7 +279,7 @@ class ShardFolderReader:
         with file_errors("read", folder / layout.SHARDED_INDEX):
             for key, info in self.index.storage_data.items():
                 path = info.relative_path
-                if not isinstance(path, str) or PurePosixPath(path).name != path or "\\" in path:
+                if not isinstance(path, str) or path in ("", ".", "..") or "/" in path or "\\" in path:
                     raise self._damage_error(f"{key.fqn} would be read from {path!r}, outside of the folder")
                 if transforms := getattr(info, "transform_descriptors", None):
                     raise self._damage_error(f"{key.fqn} is stored with {', '.join(transforms)}")
@@ -324,14 +324,17 @@ class ShardFolderReader:
                         f"the chunks of {name} do not make up its shape {tuple(entry.size)}"
                     )
                 for file, offset, length in self.file_ranges(name):
-                    path = self.folder / file
-                    if file not in sizes and not path.is_file():
-                        raise MissingFileError(f"{path} is missing", why=f"a chunk of {name} was saved in it")
-                    size = sizes.setdefault(file, path.stat().st_size)
-                    if not 0 <= offset <= offset + length <= size:
+                    if file not in sizes:  # asked once: there may be a million chunks in a few files
+                        path = self.folder / file
+                        if not path.is_file():
+                            why = f"a chunk of {name} was saved in it"
+                            raise MissingFileError(f"{path} is missing", why=why)
+                        sizes[file] = path.stat().st_size
+                    size, end = sizes[file], offset + length
+                    if not 0 <= offset <= end <= size:
                         raise CheckpointError(
-                            f"{path} is damaged",
-                            why=f"it has {size} bytes, and {name} lies at {offset} to {offset + length}",
+                            f"{self.folder / file} is damaged",
+                            why=f"it has {size} bytes, and {name} lies at {offset} to {end}",
                         )
 
     @torch.no_grad()
