@@ -39,7 +39,7 @@ from accelerate.core.errors import CheckpointError, MissingExtraError, SettingEr
 from accelerate.utils import ProjectConfiguration
 from tests.null.test_checkpoint_commit import Box, box, value_of
 from tests.support.long_run import LONG_RUN, select_cases
-from tests.support.objects import Objects, serving
+from tests.support.objects import ObjectFileSystem, Objects, serving
 
 
 @pytest.fixture
@@ -274,6 +274,37 @@ def test_numbers_go_on_and_the_oldest_go(remote: Remote) -> None:
     assert (loaded.step, loaded.iteration, again.iteration) == (11, 11, 12)
     with pytest.raises(CheckpointExistsError, match=r"checkpoint_9 exists already"):
         save.save(box(), project=project(remote.url, iteration=9))
+
+
+def test_files_of_all_checkpoints_are_listed_by_the_first_save_of_a_run_alone(
+    objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removes what interrupted saves have left. The later ones would list more files each time."""
+    listed: list[str] = []
+    find = ObjectFileSystem.find
+
+    def listing(self: Any, path: str, *args: Any, **options: Any) -> Any:
+        listed.append(path)
+        return find(self, path, *args, **options)
+
+    monkeypatch.setattr(ObjectFileSystem, "find", listing)
+    settings = project(objects.url)
+    save.save(box(0), project=settings)
+    assert "bucket/checkpoints" in listed
+    listed.clear()
+    save.save(box(1), project=settings)
+    load.load(box(), project=project(objects.url))
+    assert listed
+    assert "bucket/checkpoints" not in listed
+    objects.fail(3, "gone")
+    with pytest.raises(CheckpointError):
+        save.save(box(2), project=settings)
+    objects.fail(0, "")
+    assert any("/checkpoint_2/files-" in name for name in objects.stored)
+    settings.iteration = 3
+    save.save(box(3), project=settings)
+    assert "bucket/checkpoints" in listed
+    assert not any("/checkpoint_2/" in name for name in objects.stored)
 
 
 def test_the_newest_committed_one_is_taken_and_the_others_are_named(remote: Remote) -> None:

@@ -492,7 +492,8 @@ def local_address(
 
 
 def _recover_all(store: CheckpointStorage) -> None:
-    for leftover in store.leftovers():
+    # In a remote store there is nothing to recover, and looking lists all files of all checkpoints.
+    for leftover in () if store.is_shared else store.leftovers():
         if leftover.role == "old":
             _recover(store, leftover.name)
 

@@ -61,6 +61,10 @@ _VERSION = version("accelerate")
 
 ModelStates = list[dict[str, Any]]
 
+# The folders of numbered checkpoints in which no save has left anything: this process has removed what others
+# had left, and none of its own has failed since.
+_cleared: set[str] = set()
+
 
 def save(
     contents: CheckpointContents,
@@ -374,6 +378,9 @@ class _SaveRun:
         store, transaction = self.transaction.store, self.transaction
         newest = discovery.automatic_number(transaction.name)
         assert newest is not None
+        # To look for them in a remote store is to list all files of all checkpoints.
+        has_leftovers = store.label() not in _cleared
+        _cleared.discard(store.label())
         try:
             if self.limit is not None:
                 numbered = sorted(
@@ -392,10 +399,11 @@ class _SaveRun:
                         transaction.ranks.log(
                             "accelerator", "removed %s: total_limit is %s", name, self.limit
                         )
-            for leftover in store.leftovers():
+            for leftover in store.leftovers() if has_leftovers else ():
                 number = discovery.automatic_number(leftover.name)
                 if number is not None and number <= newest and leftover.is_removable:
                     store.remove(leftover.folder)
+            _cleared.add(store.label())
         except CheckpointError as error:
             logger.warning(
                 "%s is committed, but an older one could not be removed: %s", transaction.target, error
@@ -542,6 +550,7 @@ class CommitTransaction:
         try:
             yield
         except BaseException:
+            _cleared.discard(self.store.label())
             if self.is_committer:
                 with contextlib.suppress(CheckpointError):
                     self.store.remove(self.temp)
