@@ -63,7 +63,7 @@ def filter_tensors(state: Any, kind: type[torch.Tensor]) -> Any:
 
 @dataclass
 class RankShardFile:
-    """A ``StateWriter``: this rank's shard file, and the index of all.
+    """A ``ShardWriter``: this rank's shard file, and the index of all.
 
     Attributes:
         category, entry, file, content: see there.

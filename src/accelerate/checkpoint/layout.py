@@ -333,8 +333,7 @@ class StateWriter(Protocol):
     """The writer of one object's state on one rank: of a whole state, or of this rank's shard of it.
 
     Creating it may be collective. Afterwards writing needs no other rank and no collective, so another thread
-    may do it later. The rank that commits gets what ``fill`` returned on each rank, and writes one more file,
-    the index of the shards, with ``build_index``.
+    may do it later.
 
     Attributes:
         category, entry: its line in the manifest; whole on the rank that commits.
@@ -354,11 +353,12 @@ class StateWriter(Protocol):
         """Write this rank's file; return what the rank that commits must know, a picklable value."""
         ...
 
-    def build_index(self, written: list[Any], /) -> tuple[str, bytes] | None:
-        """Return (name, content) of the index of all shards; ``written`` by rank, None for no file.
 
-        None if the state is in one file.
-        """
+class ShardWriter(StateWriter, Protocol):
+    """The writer of this rank's shard of a state. The rank that commits writes one more file, the index."""
+
+    def build_index(self, written: list[Any], /) -> tuple[str, bytes]:
+        """Return (name, content) of the index; ``written`` is what ``fill`` returned by rank, None for no file."""
         ...
 
 
@@ -400,7 +400,7 @@ class ShardedState(Protocol):
         """Return what the ranks must know of the plans of all; called on each rank that commits."""
         ...
 
-    def shard_writer(self, combined: Any, index: int, rank: int, /) -> StateWriter:
+    def shard_writer(self, combined: Any, index: int, rank: int, /) -> ShardWriter:
         """Return this rank's writer for the object of that index. Not collective.
 
         Args:

@@ -42,6 +42,7 @@ from accelerate.checkpoint.layout import (
     Manifest,
     ManifestEntry,
     ShardedState,
+    ShardWriter,
     StatefulAdapter,
     StateWriter,
     encode_manifest,
@@ -179,9 +180,6 @@ class WholeStateFile:
             if isinstance(value, torch.Tensor):
                 self.entry.tensors[name] = str(value.dtype).removeprefix("torch."), list(value.shape)
 
-    def build_index(self, written: list[Any], /) -> None:
-        """Return None: there is one file."""
-
 
 @dataclass
 class _SaveRun:
@@ -195,6 +193,7 @@ class _SaveRun:
         limit: how many numbered checkpoints to keep.
         before, safe: see ``save``.
         writers: of the states as ``collect`` found them, or of copies; those of this rank.
+        shards: those of them that write a shard of a state.
         positions: of the loaders, and
         metadata: of the caller, as plain values.
         own_files: names of the files that objects wrote on their own.
@@ -211,6 +210,7 @@ class _SaveRun:
     before: Callable[[ModelStates, Path], None] | None
     safe: bool
     writers: list[StateWriter] = field(default_factory=list)
+    shards: list[ShardWriter] = field(default_factory=list)
     positions: list[Any] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     own_files: list[str] = field(default_factory=list)
@@ -268,7 +268,8 @@ class _SaveRun:
             combined = section.values
         with collective_section(self.action):
             for name, state in sharded.items():
-                self.writers.append(state.shard_writer(combined.get(name), objects[name].index, rank))
+                self.shards.append(state.shard_writer(combined.get(name), objects[name].index, rank))
+            self.writers += self.shards
             self._add_whole_states(objects, states)
             if copy_states:
                 self.waits = async_save.take_snapshot([writer.content for writer in self.writers])
@@ -322,12 +323,10 @@ class _SaveRun:
             with collective_section(self.action):
                 if transaction.is_committer:
                     reports = section.values or reports
-                    for writer in self.writers:
-                        infos = [report.shard_infos.get(writer.entry.file) for report in reports]
-                        index = writer.build_index(infos)
-                        if index is not None:
-                            name, content = index
-                            transaction.write(name, lambda file, content=content: file.write(content))
+                    for shard in self.shards:
+                        infos = [report.shard_infos.get(shard.entry.file) for report in reports]
+                        name, content = shard.build_index(infos)
+                        transaction.write(name, lambda file, content=content: file.write(content))
                     # This rank's own records have grown by the indices of the shards.
                     reports[transaction.ranks.rank] = transaction.report((), shard_infos)
                     transaction.write_manifest(reports, self._manifest)

@@ -428,9 +428,7 @@ def _save_sharded(sharded_state: ShardedState, folder: Path, kind: str, index: i
         write_section.value = tensor_infos[0] if tensor_infos else None
     with ranks.collective_section(doing):
         if ranks.rank == 0:
-            index_file = writer.build_index(infos)
-            assert index_file is not None
-            name, content = index_file
+            name, content = writer.build_index(infos)
             replace_file(folder / name, lambda file: file.write(content))
 
 
