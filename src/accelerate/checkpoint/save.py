@@ -327,8 +327,6 @@ class _SaveRun:
                         infos = [report.shard_infos.get(shard.entry.file) for report in reports]
                         name, content = shard.build_index(infos)
                         transaction.write(name, lambda file, content=content: file.write(content))
-                    # This rank's own records have grown by the indices of the shards.
-                    reports[transaction.ranks.rank] = transaction.report((), shard_infos)
                     transaction.write_manifest(reports, self._manifest)
             with collective_section(self.action):
                 if transaction.is_committer:
@@ -375,8 +373,7 @@ class _SaveRun:
         A failure must not stop the training, since the new one is committed.
         """
         store, transaction = self.transaction.store, self.transaction
-        newest = discovery.automatic_number(transaction.name)
-        assert newest is not None
+        newest = discovery.automatic_number(transaction.name) or 0
         # To look for them in a remote store is to list all files of all checkpoints.
         has_leftovers = store.label() not in _cleared
         _cleared.discard(store.label())
@@ -528,6 +525,7 @@ class CommitTransaction:
                         fix="write it on the main process only, or under a name with the rank in it",
                     )
             records.update(report.files)
+        records.update(self.records)  # with the indices of shards, which this rank has written since
         # Hooks and objects that write files of their own do not report: their files are sealed here.
         for name in sizes.keys() - records.keys():
             records[name] = replace(self.store.seal(f"{self.temp}/{name}"), rank=self.ranks.rank)
