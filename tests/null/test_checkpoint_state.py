@@ -668,11 +668,14 @@ def test_a_part_that_was_not_saved_is_an_error_or_listed(
     ):
         load.load(fresh, path)
     scheduler = fresh.schedulers[0].state_dict()
+    caplog.set_level(logging.INFO)
     loaded = load.load(fresh, path, strict=False)
     assert [entry.partition(" ")[0] for entry in loaded.missing] == [
         "scheduler.bin", "scaler.pt", "manifest.json", "random_states_0.pkl",
     ]  # fmt: skip
     assert "scheduler.bin (scheduler 0 (MultiStepLR))" in caplog.text
+    logged = [line.partition("loaded ")[2] for line in caplog.messages if "RANK 0] loaded " in line]
+    assert logged == ["model 0 (Sequential)", "optimizer 0 (AdamW)", "registered object 0 (Counter)"]
     assert fresh.schedulers[0].state_dict() == scheduler
     assert_same(fresh.models[0].state_dict(), saved.models[0].state_dict())
 

@@ -191,8 +191,7 @@ def _report_result(
 ) -> CheckpointLoadResult:
     """Return the outcome of the load; rank 0 logs what was loaded, and what differed."""
     for each in contents.objects().values():
-        is_missing = any(text.endswith(f"({each.label})") for text in reader.missing)
-        if not is_missing and each.category != "gradients":
+        if (each.category, each.index) not in reader.absent and each.category != "gradients":
             reader.ranks.log("checkpointing", "loaded %s (%s)", each.label, each.class_name)
     if reader.ranks.rank == 0:
         for note in reader.notes:

@@ -513,3 +513,18 @@ def describe_other_class(
                 f"{own_class.__name__} ({list_first(lacking, SHOWN) or 'the same options'})"
             )
     return ""
+
+
+def describe_other_schedule(schedule: Any, state: Any) -> str:
+    """Return which values a schedule's state lacks and has besides; empty where it lacks or has none.
+
+    torch's schedules take any values. Only both together tell another class from another version.
+    """
+    own = schedule.state_dict()
+    if not isinstance(own, Mapping) or not isinstance(state, Mapping):
+        return ""
+    lacking = sorted(map(str, own.keys() - state.keys()))
+    surplus = sorted(map(str, state.keys() - own.keys()))
+    if not lacking or not surplus:
+        return ""
+    return f"it has no {', '.join(lacking[:4])}, and holds {', '.join(surplus[:4])}"

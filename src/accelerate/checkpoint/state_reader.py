@@ -35,6 +35,7 @@ from accelerate.checkpoint.state_dict_files import (
     copy_state,
     describe_model,
     describe_optimizer,
+    describe_other_schedule,
     model_differences,
 )
 from accelerate.core import tree
@@ -86,6 +87,7 @@ class TrainingStateReader:
         model_kwargs: more arguments of the models' ``load_state_dict``.
         steps: what is to be loaded.
         missing, notes: what the caller should know.
+        absent: the objects that are not in the checkpoint, by category and index.
         step: the step counter beside the random states.
     """
 
@@ -99,6 +101,7 @@ class TrainingStateReader:
     steps: list[LoadStep] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    absent: set[tuple[str, int]] = field(default_factory=set)
     step: int | None = None
     _saved_ranks: int = field(default=0, init=False)
     _undoing: ExitStack = field(default_factory=ExitStack, init=False)  # takes trials back
@@ -119,7 +122,7 @@ class TrainingStateReader:
             elif each.category == "loaders":
                 self._read_position(each, len(contents.stateful_loaders))
             elif each.category == "rng":
-                self._read_rng()
+                self._read_rng(each)
             elif each.category in ("gradients", "rank_states", "rank_positions"):
                 self._read_rank_files(each)
             else:
@@ -187,7 +190,8 @@ class TrainingStateReader:
             if step.phase == "last":
                 _attempt(step.action, step.run)
 
-    def _report_missing(self, file: str, what: str) -> None:
+    def _report_missing(self, each: CheckpointObject, file: str, what: str) -> None:
+        self.absent.add((each.category, each.index))
         if not self.strict:
             self.missing.append(f"{file} ({what})")
             return
@@ -243,7 +247,7 @@ class TrainingStateReader:
         other = (layout.file_name("torch_models", index), layout.file_name("gathered_models", index))
         path = next((p for p in (safe, *(self.folder / name for name in other)) if p.is_file()), safe)
         if not path.is_file():
-            self._report_missing(safe.name, label)
+            self._report_missing(each, safe.name, label)
             return
         if self.manifest is not None and path.name not in self.manifest.files:
             self.notes.append(f"{path.name} was written after save_state; loaded without verification")
@@ -302,7 +306,7 @@ class TrainingStateReader:
         path = self.folder / file
         if not path.is_file():
             if each.category != "stateful_loaders":  # the position of the loader may be saved alone
-                self._report_missing(file, label)
+                self._report_missing(each, file, label)
             return
         # Earlier files have the states of all ranks in them.
         device = "cpu" if isinstance(each.item, RankStateful) else self.map_location
@@ -319,7 +323,7 @@ class TrainingStateReader:
             if each.category == "custom":
                 state = select_rank_shards(state, self.ranks, f"{path} ({label})", item)
                 load = partial(load_copy, item.load_state_dict, state)
-        if each.category == "schedulers" and (other := _describe_other_schedule(item, state)):
+        if each.category == "schedulers" and (other := describe_other_schedule(item, state)):
             self.notes.append(f"{label} takes the state of another kind of schedule: {other}")
         action = f"load {label} from {path}"
         if each.category == "custom" and isinstance(item, StatefulAdapter) and item.module is not None:
@@ -379,6 +383,7 @@ class TrainingStateReader:
             action = f"put {each.label} to its position"
             self.steps.append(LoadStep(action, load, "trial", item=each.item, copy_of=copy_of))
         elif self.manifest is None:
+            self.absent.add((each.category, each.index))
             file = layout.file_name("stateful_loaders", each.index)
             if not (self.folder / file).is_file():
                 self.notes.append(f"the position of {each.label} is not saved: it starts anew")
@@ -388,7 +393,7 @@ class TrainingStateReader:
                     "DataLoaderConfiguration(use_stateful_dataloader=True)"
                 )
         else:
-            self._report_missing(layout.MANIFEST_NAME, f"the position of {each.label}")
+            self._report_missing(each, layout.MANIFEST_NAME, f"the position of {each.label}")
 
     def _read_rank_files(self, each: CheckpointObject) -> None:
         """Add the load of what each rank has saved; the object takes what this rank needs of it."""
@@ -403,7 +408,7 @@ class TrainingStateReader:
         phase = "last" if each.category == "gradients" else "load"
         self.steps.append(LoadStep(f"load the {each.label} from {self.folder}", load, phase))
 
-    def _read_rng(self) -> None:
+    def _read_rng(self, each: CheckpointObject) -> None:
         rank, count = self.ranks.rank, self._saved_ranks
         path = self.folder / layout.file_name("rng", rank=rank)
         if path.exists():  # what is no file is refused
@@ -422,6 +427,7 @@ class TrainingStateReader:
             seed = partial(rng.set_seed, self._derive_seed(rank))
             self.steps.append(LoadStep(f"seed rank {rank}", seed, "last"))
         else:
+            self.absent.add((each.category, each.index))
             self.missing.append(f"{path.name} ({KINDS['rng'].label} {rank})")
             if rank:  # rank 0 logs what is missing when all is loaded
                 logger.warning("%s is missing: the random states of rank %d stay as they are", path, rank)
@@ -437,21 +443,6 @@ class TrainingStateReader:
 def _is_inside_epoch(position: Mapping[str, Any]) -> bool:
     progress = position.get("in_progress")
     return bool(progress) and progress["active"] and not progress["complete"]
-
-
-def _describe_other_schedule(item: Any, state: Any) -> str:
-    """Return which values a schedule's state lacks and has besides; empty where it lacks or has none.
-
-    torch's schedules take any values. Only both together tell another class from another version.
-    """
-    own = item.state_dict()
-    if not isinstance(own, Mapping) or not isinstance(state, Mapping):
-        return ""
-    lacking = sorted(map(str, own.keys() - state.keys()))
-    surplus = sorted(map(str, state.keys() - own.keys()))
-    if not lacking or not surplus:
-        return ""
-    return f"it has no {', '.join(lacking[:4])}, and holds {', '.join(surplus[:4])}"
 
 
 def _size_of(path: Path) -> int:
