@@ -1090,6 +1090,33 @@ def test_map_location_reaches_torch_files(tmp_path: Path) -> None:
     assert holder["t"].device.type == "cpu"
 
 
+def test_states_of_optimizers_alone_are_loaded_to_the_device_of_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in 1.15, whose registered objects get tensors on the host; on any number of ranks."""
+    places: dict[str, str] = {}
+
+    def part(name: str) -> StatefulAdapter:
+        def load_state_dict(state: dict[str, torch.Tensor]) -> None:
+            places[name] = state["t"].device.type
+
+        return StatefulAdapter(name, lambda: {"t": torch.ones(2)}, load_state_dict)
+
+    names = ("optimizers", "schedulers", "custom", "stateful_loaders")
+    contents = CheckpointContents(**{name: [part(name)] for name in names})
+    path = save.save(contents, tmp_path / "c")
+    monkeypatch.setattr(load.worlds, "current", lambda: SimpleNamespace(device=torch.device("meta")))
+    two = CheckpointRankGroup(size=2, channel=lambda outcome, merge: merge([outcome, outcome]))
+    for ranks, location, expected in (
+        (CheckpointRankGroup(), None, ["cpu"] * 4),
+        (two, None, ["meta", "cpu", "cpu", "cpu"]),
+        (two, "on_device", ["meta"] * 4),
+        (two, "cpu", ["cpu"] * 4),
+    ):
+        load.load(contents, path, ranks=ranks, map_location=location)
+        assert [places[name] for name in names] == expected
+
+
 # ---------------------------------------------------------------- other writers, other worlds
 
 

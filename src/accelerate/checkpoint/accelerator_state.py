@@ -82,7 +82,7 @@ def load_accelerator_state(
     train_state.stateful_loaders = _stateful(dataloaders)
     location = resolve_map_location(map_location, "cpu")
     reader = TrainingStateReader(
-        Path(input_dir), None, ranks, True, location, load_kwargs or {}, load_model_func_kwargs
+        Path(input_dir), None, ranks, True, location, load_kwargs or {}, load_model_func_kwargs, location
     )
     reader.read(train_state)
     with reader.undone_on_error():

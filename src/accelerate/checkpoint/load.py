@@ -89,8 +89,9 @@ def load(
             (automatic naming).
         project: its ``iteration`` is set so that numbering continues after all checkpoints that are there.
         strict: a missing state is an error; otherwise its object stays as it is and is listed.
-        map_location: ``"cpu"``, ``"on_device"`` or what ``torch.load`` takes; None is this rank's device when
-            there are several ranks, else the CPU. Models go to where they are, through mapped files.
+        map_location: ``"cpu"``, ``"on_device"`` or what ``torch.load`` takes; None is the CPU, but for
+            optimizers this rank's device when there are several ranks. Models go to where they are, through
+            mapped files.
         load_kwargs: more arguments of ``torch.load``.
         model_kwargs: more arguments of the models' ``load_state_dict``.
         before: called on every rank with the folder and its manifest, before ``contents.models`` is read.
@@ -125,13 +126,14 @@ def load(
                 fix="copy the same checkpoint to every machine",
             )
     ranks.log("accelerator", "loading the checkpoint %s", store.label(name))
-    location = resolve_map_location(map_location, "on_device" if ranks.size > 1 else "cpu")
+    location = resolve_map_location(map_location, "cpu")
+    optimizer_location = resolve_map_location(map_location, "on_device" if ranks.size > 1 else "cpu")
     with (
         local_checkpoint(store, name, manifest, contents, ranks, action) as (path, fetched),
         ExitStack() as read_states,
     ):
         reader = TrainingStateReader(
-            path, manifest, ranks, strict, location, load_kwargs or {}, model_kwargs or {}
+            path, manifest, ranks, strict, location, load_kwargs or {}, model_kwargs or {}, optimizer_location
         )
         read_states.callback(reader.steps.clear)  # files are mapped until nothing refers to their states
         with ranks.collective_section(action) as section:

@@ -82,7 +82,8 @@ class TrainingStateReader:
         manifest: None for one of the public package.
         ranks: those that load together.
         strict: a missing state is an error; otherwise it is listed in ``missing``.
-        map_location: where torch files are loaded to.
+        map_location: where torch files are loaded to, and
+        optimizer_location: where those of optimizers are.
         load_kwargs: more arguments of ``torch.load``.
         model_kwargs: more arguments of the models' ``load_state_dict``.
         steps: what is to be loaded.
@@ -98,6 +99,7 @@ class TrainingStateReader:
     map_location: Any = "cpu"
     load_kwargs: Mapping[str, Any] = field(default_factory=dict)
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    optimizer_location: Any = "cpu"
     steps: list[LoadStep] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -308,8 +310,9 @@ class TrainingStateReader:
             if each.category != "stateful_loaders":  # the position of the loader may be saved alone
                 self._report_missing(each, file, label)
             return
-        # Earlier files have the states of all ranks in them.
-        device = "cpu" if isinstance(each.item, RankStateful) else self.map_location
+        device = self.optimizer_location if each.category == "optimizers" else self.map_location
+        if isinstance(each.item, RankStateful):  # earlier files have the states of all ranks in them
+            device = "cpu"
         kwargs = {"map_location": device, **self.load_kwargs}
         may_map = each.category == "optimizers" and "mmap" not in kwargs
         inner = item.optimizer if isinstance(item, StatefulAdapter) else item
