@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -1096,25 +1097,28 @@ def test_states_of_optimizers_alone_are_loaded_to_the_device_of_a_rank(
     """As in 1.15, whose registered objects get tensors on the host; on any number of ranks."""
     places: dict[str, str] = {}
 
-    def part(name: str) -> StatefulAdapter:
+    def part(name: str, keeps_shard: bool = False) -> StatefulAdapter:
         def load_state_dict(state: dict[str, torch.Tensor]) -> None:
             places[name] = state["t"].device.type
 
-        return StatefulAdapter(name, lambda: {"t": torch.ones(2)}, load_state_dict)
+        return StatefulAdapter(name, lambda: {"t": torch.ones(2)}, load_state_dict, keeps_shard=keeps_shard)
 
-    names = ("optimizers", "schedulers", "custom", "stateful_loaders")
-    contents = CheckpointContents(**{name: [part(name)] for name in names})
+    names = ("optimizers", "shards", "schedulers", "custom", "stateful_loaders")
+    contents = CheckpointContents(**{name: [part(name)] for name in names if name != "shards"})
+    contents.optimizers.append(part("shards", keeps_shard=True))
     path = save.save(contents, tmp_path / "c")
     monkeypatch.setattr(load.worlds, "current", lambda: SimpleNamespace(device=torch.device("meta")))
     two = CheckpointRankGroup(size=2, channel=lambda outcome, merge: merge([outcome, outcome]))
     for ranks, location, expected in (
-        (CheckpointRankGroup(), None, ["cpu"] * 4),
-        (two, None, ["meta", "cpu", "cpu", "cpu"]),
-        (two, "on_device", ["meta"] * 4),
-        (two, "cpu", ["cpu"] * 4),
+        (CheckpointRankGroup(), None, ["cpu"] * 5),
+        (two, None, ["meta", "cpu", "cpu", "cpu", "cpu"]),
+        (two, "on_device", ["meta"] * 5),
+        (two, "cpu", ["cpu"] * 5),
     ):
-        load.load(contents, path, ranks=ranks, map_location=location)
+        with patch.object(torch, "load", wraps=torch.load) as read:
+            load.load(contents, path, ranks=ranks, map_location=location)
         assert [places[name] for name in names] == expected
+        assert [call.kwargs["mmap"] for call in read.call_args_list] == [False, True, False, False, False]
 
 
 # ---------------------------------------------------------------- other writers, other worlds

@@ -292,6 +292,7 @@ class StatefulAdapter:
             the class that was saved. It changes nothing. None if that is known only by loading.
         module: for a model, the user's own module.
         optimizer: for an optimizer, the torch optimizer that takes the state.
+        keeps_shard: for an optimizer, that it copies this rank's shard of a full state: the state is mapped.
     """
 
     name: str
@@ -304,6 +305,7 @@ class StatefulAdapter:
     compare: Callable[[Any, str], str] | None = None
     module: Any = None
     optimizer: Any = None
+    keeps_shard: bool = False
 
 
 class FolderStateful(Protocol):

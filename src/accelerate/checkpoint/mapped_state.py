@@ -343,18 +343,19 @@ class MappedOptimizerState:
                     cls.open_states.remove(mapped)
 
 
-def copy_kept_tensors(optimizer: Any, state: Any) -> None:
-    """Copy the tensors that an optimizer has kept of a mapped ``state``, so that their file does not matter.
+def load_shard(load: Callable[[Any], Any], optimizer: Any, state: Any) -> None:
+    """Pass a mapped full ``state`` to ``load``, which copies this rank's shard of it into an optimizer.
 
-    A strategy that shards copies the shards of this rank itself, and keeps step counts.
+    What the optimizer has kept as it is, such as step counts, is copied here: then the file does not matter.
     """
 
-    def addresses(leaf: Any) -> set[int]:
+    def read_addresses(leaf: Any) -> set[int]:
         return {tensor.untyped_storage().data_ptr() for tensor in _host_tensors(leaf)}
 
-    mapped = {address for _, leaf in tree.iterate_leaves(state) for address in addresses(leaf)}
+    load(state)
+    mapped = {at for _, leaf in tree.iterate_leaves(state) for at in read_addresses(leaf)}
     for key, values in getattr(optimizer, "state", {}).items():
-        optimizer.state[key] = tree.map_tree(lambda x: x.clone() if mapped & addresses(x) else x, values)
+        optimizer.state[key] = tree.map_tree(lambda x: x.clone() if mapped & read_addresses(x) else x, values)
 
 
 class RunningSteps:

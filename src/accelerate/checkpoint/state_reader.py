@@ -310,16 +310,21 @@ class TrainingStateReader:
             if each.category != "stateful_loaders":  # the position of the loader may be saved alone
                 self._report_missing(each, file, label)
             return
-        device = self.optimizer_location if each.category == "optimizers" else self.map_location
+        is_optimizer = each.category == "optimizers"
+        keeps_shard = is_optimizer and isinstance(item, StatefulAdapter) and item.keeps_shard
+        device = self.optimizer_location if is_optimizer and not keeps_shard else self.map_location
         if isinstance(each.item, RankStateful):  # earlier files have the states of all ranks in them
             device = "cpu"
         kwargs = {"map_location": device, **self.load_kwargs}
-        may_map = each.category == "optimizers" and "mmap" not in kwargs
+        may_map = is_optimizer and "mmap" not in kwargs
         inner = item.optimizer if isinstance(item, StatefulAdapter) else item
         load = getattr(inner, "load_state_dict", None)
         if may_map and mapped_state.can_map(path, kwargs["map_location"], load):
             mapped = mapped_state.MappedOptimizerState(path, **{**kwargs, "map_location": "cpu"})
             state, load = mapped.state, partial(mapped.load_into, item.load_state_dict, inner)
+        elif may_map and keeps_shard:
+            state = torch_files.read(path, mmap=True, **kwargs)
+            load = partial(mapped_state.load_shard, item.load_state_dict, inner, state)
         else:
             state = torch_files.read(path, **kwargs)
             load = partial(item.load_state_dict, state)
@@ -334,7 +339,7 @@ class TrainingStateReader:
             each = dataclasses.replace(each, item=item)
         if each.category == "custom" and isinstance(item, nn.Module) and tree.is_mapping(state):
             self._add_model(each, path, state, item.state_dict(), load)
-        elif each.category == "optimizers" or isinstance(item, torch.optim.Optimizer | StatefulAdapter):
+        elif is_optimizer or isinstance(item, torch.optim.Optimizer | StatefulAdapter):
             self._add_optimizer(each, path, state, load)
         else:
             # Asking a loader for its state, to take it back, may start its workers.

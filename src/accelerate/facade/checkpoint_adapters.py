@@ -171,6 +171,7 @@ def optimizer_adapter(
         else None,
         compare=partial(compare_optimizer_state, strategy, inner, models),
         optimizer=inner,
+        keeps_shard=strategy.shards_params and not isinstance(strategy, EngineStrategy),
     )
 
 

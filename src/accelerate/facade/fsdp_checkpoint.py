@@ -205,8 +205,7 @@ def load_fsdp_optimizer(
     path = Path(input_dir) / layout.file_name("optimizers", optimizer_index)
     _refuse_missing(path, layout.file_name("sharded_optimizers", optimizer_index))
     state = torch_files.read(path, "cpu", mmap=True)
-    load_optimizer_state(strategy, inner, [model], state)
-    mapped_state.copy_kept_tensors(inner, state)
+    mapped_state.load_shard(partial(load_optimizer_state, strategy, inner, [model]), inner, state)
 
 
 # --- states that a program gives and takes
