@@ -586,6 +586,40 @@ def test_a_save_names_another_learning_rate_of_a_sharded_model(ranks: RankServer
     assert "the learning rate of group 0 of the SGD of rank 1 is not that of rank 0" in said
 
 
+class DeviceRate(torch.Tensor):
+    """A learning rate that names the device of its rank, as one on an accelerator does."""
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"tensor({self.item():.4f}, device='cuda:{torch.distributed.get_rank()}')"
+
+
+def save_with_rates_on_devices(folder: str) -> list[list[str]]:
+    """What saves say of equal learning rates on the devices of the ranks, and of other ones."""
+    from accelerate import Accelerator
+
+    accelerator, net = Accelerator(cpu=True), Net()
+    rate = torch.tensor(0.1).as_subclass(DeviceRate)
+    _, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=rate))
+    said = []
+    for change in (0.0, 1e-6):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.param_groups[0]["lr"].add_(change * accelerator.process_index)
+            accelerator.save_state(f"{folder}/{change}")
+        said.append([str(each.message) for each in caught if "drifted apart" in str(each.message)])
+    return said
+
+
+def test_learning_rates_on_the_devices_of_the_ranks_are_compared_by_value(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    """A warning came at each save, and a small difference was not seen."""
+    said, silent = ranks(2, save_with_rates_on_devices, str(tmp_path))
+    assert silent == [[], []]
+    assert said[0] == []
+    assert "the learning rate of group 0 of the SGD of rank 1 is not that of rank 0" in said[1][0]
+
+
 def test_a_save_names_what_has_drifted(ranks: RankServer, tmp_path: Path) -> None:
     said, silent = ranks(2, saved, str(tmp_path))
     assert silent == [[]] * 9

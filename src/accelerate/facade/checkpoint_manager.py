@@ -86,9 +86,7 @@ class CheckpointManager:
 
     def allocate_staging(self) -> None:
         """Allocate pinned memory for a copy of the state; its size is known after the first step."""
-        if (
-            self.strategy.owns_step
-        ):  # DeepSpeed and Megatron-LM write files of their own, before a save returns
+        if self.strategy.owns_step:  # DeepSpeed and Megatron-LM write their own files, before a save returns
             return
         if self.writes_exports or self.strategy.shards_params:
             views = map(self.strategy.model_checkpoint_view, self.prepared.models)
@@ -298,7 +296,8 @@ class CheckpointManager:
         for optimizer in self.prepared.optimizers:
             for number, group in enumerate(optimizer.optimizer.param_groups):
                 name = f"the learning rate of group {number} of the {type(optimizer.optimizer).__name__}"
-                local[name] = repr(group.get("lr"))
+                rate = group.get("lr")  # as a tensor it names its device in its text
+                local[name] = repr(rate.item() if isinstance(rate, torch.Tensor) else rate)
         try:
             digest, channel = crc32(repr(local).encode()), control_channel.channel()
             if channel.combine_objects(digest, lambda all_: len(set(all_)) > 1, "save_state", action):
