@@ -530,6 +530,23 @@ def test_each_machine_may_have_a_whole_checkpoint(ranks: RankServer, tmp_path: P
     assert one == ([*shared, "random_states_1.pkl"], "fine")
 
 
+def load_after_crash_of_a_machine(folder: str) -> str:
+    """Load a named checkpoint that the second machine was replacing when it lost power."""
+    rank = open_world().rank
+    mine, project = Path(folder) / f"node{rank}" / "last", ProjectConfiguration(save_on_each_node=True)
+    save.save(parts(3, rank), mine, project=project, ranks=machine(rank))
+    if rank == 1:
+        mine.rename(mine.parent / ".last.old-aaaaaaaaaaaa")
+    return outcome(lambda: load.load(parts(8, rank), mine, project=project, ranks=machine(rank)))
+
+
+def test_a_commit_that_was_interrupted_on_one_machine_is_mended_by_a_load(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    assert ranks(2, load_after_crash_of_a_machine, str(tmp_path)) == ["fine", "fine"]
+    assert os.listdir(tmp_path / "node1") == ["last"]
+
+
 def gather_own(each_node: bool) -> tuple[list[float], float | None]:
     """The shards of both ranks where they are saved, and what this rank gets of them."""
     rank, shape = open_world().rank, torch.Size([2])

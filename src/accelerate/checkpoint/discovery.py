@@ -457,7 +457,7 @@ def choose_checkpoint(
             logger.warning("not a complete checkpoint, ignored: %s", name)
     else:
         store, name = locate(directory)
-        _recover(store, name)
+        recover(store, name)
         candidate = named_checkpoint(store, name)
     if candidate.manifest is None:
         logger.warning("%s has no manifest, so another library saved it: loaded unverified", candidate.path)
@@ -495,10 +495,10 @@ def _recover_all(store: CheckpointStorage) -> None:
     # In a remote store there is nothing to recover, and looking lists all files of all checkpoints.
     for leftover in () if store.is_shared else store.leftovers():
         if leftover.role == "old":
-            _recover(store, leftover.name)
+            recover(store, leftover.name)
 
 
-def _recover(store: CheckpointStorage, name: str) -> None:
+def recover(store: CheckpointStorage, name: str) -> None:
     """Finish an interrupted replacement; if that is not permitted, a checkpoint that is there is enough."""
     try:
         store.recover(name)

@@ -105,12 +105,15 @@ def load(
     ranks = ranks or CheckpointRankGroup.current()
     action = "load a checkpoint" if directory is None else f"load the checkpoint {directory}"
     common_ids = ids_on_all_machines(project, ranks, action) if directory is None else None
+    has_own_disk = project is not None and project.save_on_each_node
     chosen: discovery.CheckpointCandidate | None = None
     with ranks.collective_section(action) as section:
         async_save.wait()
         if ranks.rank == 0 or ranks.is_alone:
             chosen, ignored = discovery.choose_checkpoint(directory, project, common_ids)
             section.value = chosen.path, chosen.manifest.id if chosen.manifest else "", ignored
+        elif directory is not None and has_own_disk and ranks.is_writer(each_node=True):
+            discovery.recover(*discovery.locate(directory))  # a crash may have stopped its save alone
     rank0_address, id_, ignored = section.values[0]
     with ranks.collective_section(action):
         if chosen is not None:
