@@ -268,6 +268,7 @@ class ShardFolderReader:
         index: the position of each chunk.
         paths: the keys that lead to each entry, by the entry's name:
             ``{"model.layer.weight": ("model", "layer.weight")}``.
+        tensors: size, dtype and chunks of each entry that is a tensor, by its name.
 
     Raises:
         CheckpointError: the index is missing, damaged, would run code, or leads out of the folder.
@@ -284,14 +285,9 @@ class ShardFolderReader:
                 if transforms := getattr(info, "transform_descriptors", None):
                     raise self._damage_error(f"{key.fqn} is stored with {', '.join(transforms)}")
             nested = self.index.planner_data if isinstance(self.index.planner_data, dict) else {}
-            self.paths: dict[str, KeyPath] = {
-                name: tuple(nested.get(name, (name,))) for name in self.index.state_dict_metadata
-            }
-
-    def tensor_metadata(self, name: str) -> TensorStorageMetadata | None:
-        """Return size, dtype and chunks of a tensor; None for other objects."""
-        entry = self.index.state_dict_metadata[name]
-        return entry if isinstance(entry, TensorStorageMetadata) else None
+            entries = self.index.state_dict_metadata
+            self.paths: dict[str, KeyPath] = {name: tuple(nested.get(name, (name,))) for name in entries}
+            self.tensors = {n: e for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
 
     def file_ranges(self, name: str) -> tuple[tuple[str, int, int], ...]:
         """Return (file, offset, bytes) of every chunk of an entry; equal for tied tensors.
@@ -299,7 +295,7 @@ class ShardFolderReader:
         Raises:
             CheckpointError: the index does not say where a chunk lies.
         """
-        entry, stored = self.tensor_metadata(name), self.index.storage_data
+        entry, stored = self.tensors.get(name), self.index.storage_data
         chunks = [None] if entry is None else [chunk.offsets for chunk in entry.chunks]
         try:
             infos = [stored[MetadataIndex(name, offsets)] for offsets in chunks]
@@ -316,7 +312,7 @@ class ShardFolderReader:
         sizes: dict[str, int] = {}
         for name in entry_names:
             with file_errors("read", self.folder / layout.SHARDED_INDEX):
-                entry = self.tensor_metadata(name)
+                entry = self.tensors.get(name)
                 if entry is not None and sum(math.prod(c.sizes) for c in entry.chunks) != math.prod(
                     entry.size
                 ):
@@ -349,8 +345,7 @@ class ShardFolderReader:
         Raises:
             CheckpointError: a file is damaged.
         """
-        entry = self.tensor_metadata(name)
-        assert entry is not None
+        entry = self.tensors[name]
         assert entry.size == target.shape
         if isinstance(target, DTensor):
             local, boxes = target.to_local(), target.__create_chunk_list__()
@@ -378,7 +373,7 @@ class ShardFolderReader:
 
     def read(self, name: str) -> Any:
         """Read a whole tensor to the CPU, or an object."""
-        entry = self.tensor_metadata(name)
+        entry = self.tensors.get(name)
         if entry is None:
             ((file, offset, length),) = self.file_ranges(name)
             source = FileSlice(self.folder / file, offset, length)
@@ -429,7 +424,7 @@ def read_nested(
     values: dict[Any, Any] = {}
     for name in group:
         path = shards.paths[name][depth:]
-        if make_tensor is None or shards.tensor_metadata(name) is None:
+        if make_tensor is None or name not in shards.tensors:
             values[path] = shards.read(name)
         else:
             values[path] = make_tensor(shards, name, path)
@@ -493,12 +488,11 @@ def lazy_tensors(folder: str | os.PathLike[str]) -> Mapping[str, LazyTensor]:
         CheckpointError: shards are missing, or the index cannot be read.
     """
     shards = ShardFolderReader(find_model_folder(folder))
-    entries = {name: entry for name in shards.paths if (entry := shards.tensor_metadata(name)) is not None}
-    shards.check_files(entries)
-    tops = {shards.paths[name][0] for name in entries}
-    below = len(tops) == 1 and all(len(shards.paths[name]) > 1 for name in entries)
+    shards.check_files(shards.tensors)
+    tops = {shards.paths[name][0] for name in shards.tensors}
+    below = len(tops) == 1 and all(len(shards.paths[name]) > 1 for name in shards.tensors)
     tensors: dict[str, LazyTensor] = {}
-    for name, entry in entries.items():
+    for name, entry in shards.tensors.items():
         short = ".".join(map(str, shards.paths[name][1 if below else 0 :]))
         ranges, read = shards.file_ranges(name), partial(shards.read, name)
         tensors[short] = LazyTensor(entry.size, entry.properties.dtype, ranges, read)

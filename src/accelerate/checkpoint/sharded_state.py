@@ -227,7 +227,7 @@ class ShardedModelState(_ShardedState):
                     f"{folder.name} has {name} tied to {same}; in this model they are two tensors"
                 )
             tensor = state.get(name)
-            if isinstance(tensor, torch.Tensor) and shards.tensor_metadata(group[0]) is not None:
+            if isinstance(tensor, torch.Tensor) and group[0] in shards.tensors:
                 if owners[name] not in planned:
                     shards.add_reads(group[0], tensor, read_plan)
                 planned.add(owners[name])
@@ -263,7 +263,7 @@ class ShardedModelState(_ShardedState):
         context.missing += [f"{name} (in {shards.folder.name})" for name in missing]
         context.notes += [f"{name} is in {shards.folder.name}, and not in this model" for name in surplus]
         for name, group in entries.items():
-            entry, tensor = shards.tensor_metadata(group[0]), state.get(name)
+            entry, tensor = shards.tensors.get(group[0]), state.get(name)
             if entry is None or not isinstance(tensor, torch.Tensor):
                 continue
             if entry.size != tensor.shape:
@@ -465,8 +465,7 @@ def _tensor_like_param(
     path: Sequence[Any],
 ) -> torch.Tensor:
     """Return a tensor of a parameter's state, sharded as the parameter is; ``read_plan`` fills it."""
-    entry = shards.tensor_metadata(name)
-    assert entry is not None
+    entry = shards.tensors[name]
     dtype = entry.properties.dtype
     if not isinstance(parameter, DTensor) or not entry.size:
         return shards.read(name)

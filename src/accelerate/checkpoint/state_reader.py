@@ -518,7 +518,7 @@ def _read_full_state(
     shards.check_files(shards.paths)
     if category == "models":
         entries = entries_by_model_name(shards, {})
-        metadata = {name: shards.tensor_metadata(group[0]) for name, group in entries.items()}
+        metadata = {name: shards.tensors.get(group[0]) for name, group in entries.items()}
         outline: dict[str, Any] = {
             name: None if entry is None else torch.empty(entry.size, device="meta")
             for name, entry in metadata.items()
