@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.checkpoint.dcp_files import FileSlice, TensorLocator
+from accelerate.checkpoint.dcp_files import FileSlice, locate_tensor
 from accelerate.checkpoint.file_reads import ReadPlan, TensorLocation
 from accelerate.core.errors import CheckpointError
 
@@ -39,7 +39,7 @@ def put(path: Path, *values: Any) -> list[FileSlice]:
 
 
 def locate(source: FileSlice) -> TensorLocation:
-    there = TensorLocator().locate(source)
+    there = locate_tensor(source, {})
     assert there is not None
     return there
 
@@ -86,7 +86,7 @@ def test_what_would_not_be_the_same_bytes_is_left_to_others(tmp_path: Path) -> N
     assert not moves.add(locate(plain), like, torch.zeros(4, 3).t())
     assert not moves.add(locate(plain), like, torch.zeros(3, 4, device="meta"))
     assert not moves.add(locate(turned), locate(turned).meta_tensor, torch.zeros(4, 3))
-    there = TensorLocator().locate(negative)
+    there = locate_tensor(negative, {})
     assert there is None or not moves.add(there, there.meta_tensor, torch.zeros(3, 4))
     assert not moves.direct_reads
 
@@ -99,7 +99,7 @@ def test_what_is_no_plain_tensor_is_not_looked_into(tmp_path: Path) -> None:
         torch.ones(2).to_sparse(),
     ]
     for source in put(tmp_path / "file", *others):
-        assert TensorLocator().locate(source) is None
+        assert locate_tensor(source, {}) is None
 
 
 def test_files_of_old_versions_and_of_other_machines_are_left_to_torch(
@@ -107,16 +107,16 @@ def test_files_of_old_versions_and_of_other_machines_are_left_to_torch(
 ) -> None:
     old = tmp_path / "old"
     torch.save(torch.ones(2), old, _use_new_zipfile_serialization=False)
-    assert TensorLocator().locate(FileSlice(old, 0, old.stat().st_size)) is None
+    assert locate_tensor(FileSlice(old, 0, old.stat().st_size), {}) is None
     (source,) = put(tmp_path / "file", torch.ones(2))
     monkeypatch.setattr(sys, "byteorder", "big" if sys.byteorder == "little" else "little")
-    assert TensorLocator().locate(source) is None
+    assert locate_tensor(source, {}) is None
 
 
 def test_what_is_alike_is_unpickled_once(tmp_path: Path) -> None:
     one, same, other = put(tmp_path / "file", torch.zeros(4), torch.ones(4), torch.ones(5))
-    files = TensorLocator()
-    layouts = [files.locate(source) for source in (one, same, other)]
+    unpickled: dict[bytes, Any] = {}
+    layouts = [locate_tensor(source, unpickled) for source in (one, same, other)]
     assert all(layouts)
     assert layouts[0].meta_tensor is layouts[1].meta_tensor  # type: ignore[union-attr]
     assert layouts[0].start != layouts[1].start  # type: ignore[union-attr]
@@ -134,4 +134,4 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot read .*file\n.*it ends at"):
         moves.run()
     with pytest.raises(CheckpointError, match="cannot read"):
-        TensorLocator().locate(source)
+        locate_tensor(source, {})

@@ -20,7 +20,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
@@ -220,40 +220,38 @@ class FileSlice:
     length: int
 
 
-@dataclass
-class TensorLocator:
-    """Looks up tensors in torch files; equal pickles of several files are unpickled once."""
+def locate_tensor(source: FileSlice, unpickled: dict[bytes, Any]) -> TensorLocation | None:
+    """Return the position of a plain tensor in a torch file, in this machine's byte order; None for others.
 
-    _unpickled: dict[bytes, Any] = field(default_factory=dict)
+    Args:
+        source: the torch file.
+        unpickled: pickles of torch files and what they hold: those of many are equal, and read once.
 
-    def locate(self, source: FileSlice) -> TensorLocation | None:
-        """Return the position of a plain tensor in this machine's byte order; None for others.
-
-        Raises:
-            CheckpointError: the file is damaged, or would run code.
-        """
-        with (
-            file_errors("read", source.path),
-            FileRangeReader(source.path, source.offset, source.length) as reader_of_range,
-        ):
-            torch_file = cast(BinaryIO, reader_of_range)
-            if torch_file.read(len(_ZIP)) != _ZIP:
-                return None  # before torch 1.6
+    Raises:
+        CheckpointError: the file is damaged, or would run code.
+    """
+    with (
+        file_errors("read", source.path),
+        FileRangeReader(source.path, source.offset, source.length) as reader_of_range,
+    ):
+        torch_file = cast(BinaryIO, reader_of_range)
+        if torch_file.read(len(_ZIP)) != _ZIP:
+            return None  # before torch 1.6
+        torch_file.seek(0)
+        reader: Any = torch._C.PyTorchFileReader(torch_file)
+        if not reader.has_record("data/0") or reader.has_record("data/1"):
+            return None
+        if reader.has_record("byteorder") and reader.get_record("byteorder").decode() != sys.byteorder:
+            return None
+        pickled = reader.get_record("data.pkl")
+        if pickled not in unpickled:
             torch_file.seek(0)
-            reader: Any = torch._C.PyTorchFileReader(torch_file)
-            if not reader.has_record("data/0") or reader.has_record("data/1"):
-                return None
-            if reader.has_record("byteorder") and reader.get_record("byteorder").decode() != sys.byteorder:
-                return None
-            pickled = reader.get_record("data.pkl")
-            if pickled not in self._unpickled:
-                torch_file.seek(0)
-                self._unpickled[pickled] = torch_files.read(torch_file, "meta")
-            like = self._unpickled[pickled]
-            if type(like) is not torch.Tensor or like.layout is not torch.strided:
-                return None
-            start = source.offset + reader.get_record_offset("data/0")
-        return TensorLocation(source.path, start, like)
+            unpickled[pickled] = torch_files.read(torch_file, "meta")
+        like = unpickled[pickled]
+        if type(like) is not torch.Tensor or like.layout is not torch.strided:
+            return None
+        start = source.offset + reader.get_record_offset("data/0")
+    return TensorLocation(source.path, start, like)
 
 
 class ShardFolderReader:
@@ -275,8 +273,8 @@ class ShardFolderReader:
     """
 
     def __init__(self, folder: Path, *, trusted: bool = False) -> None:
-        self.folder, self.trusted, self._files = folder, trusted, TensorLocator()
-        self.index = read_index(folder, trusted=trusted)
+        self.folder, self.trusted, self.index = folder, trusted, read_index(folder, trusted=trusted)
+        self._unpickled: dict[bytes, Any] = {}
         with file_errors("read", folder / layout.SHARDED_INDEX):
             for key, info in self.index.storage_data.items():
                 path = info.relative_path
@@ -357,7 +355,7 @@ class ShardFolderReader:
             target_box = _narrow_to_box(local, item.dest_offsets, item.lengths)
             info = self.index.storage_data[item.storage_index]
             source = FileSlice(self.folder / info.relative_path, info.offset, info.length)
-            location = self._files.locate(source)
+            location = locate_tensor(source, self._unpickled)
             box = partial(_narrow_to_box, offsets=item.storage_offsets, lengths=item.lengths)
             if location is None or not read_plan.add(location, box(location.meta_tensor), target_box):
                 read_plan.fallback_reads.append(partial(self._copy, name, source, box, target_box))
