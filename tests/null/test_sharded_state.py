@@ -64,7 +64,7 @@ class Net(nn.Module):
 
 def save(spread: Any, folder: Path, ranks: int = 1) -> Path:
     """Write a state that is the same on all ranks."""
-    plans = [spread.local_plan(rank) for rank in range(ranks)]
+    plans = [spread.local_plan(rank, ranks)[0] for rank in range(ranks)]
     share = spread.shard_writer(spread.combine_plans(plans), 0, 0)
     folder.mkdir(parents=True)
     own = folder / Path(share.file).name
@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_named_before_anything_changes(tmp_path: Path) -> N
 def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
     empty = nn.Linear(2, 2, device="meta")
     with pytest.raises(CheckpointError, match="has no data to save"):
-        ShardedModelState(empty).local_plan(0)
+        ShardedModelState(empty).local_plan(0, 1)
     folder = save(ShardedModelState(nn.Linear(2, 2)), tmp_path / "m")
     with pytest.raises(CheckpointError, match="no memory to be loaded into"):
         ShardedModelState(empty).prepare_load(folder, CheckpointLoadContext())
@@ -259,7 +259,7 @@ def test_a_parameter_of_no_model_is_refused_in_words() -> None:
     model = pair()
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(5))], 0.1)
     with pytest.raises(CheckpointError, match=r"parameter 4 of the optimizer SGD, of shape \(5,\)") as caught:
-        ShardedOptimizerState(optimizer, [model]).local_plan(0)
+        ShardedOptimizerState(optimizer, [model]).local_plan(0, 1)
     assert "save_state(sharded=False)" in str(caught.value)
 
 
@@ -452,7 +452,7 @@ def test_writing_needs_the_objects_no_more(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
     optimizer = train_steps(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     spread = ShardedOptimizerState(optimizer, [model])
-    share = spread.shard_writer(spread.combine_plans([spread.local_plan(0)]), 0, 0)
+    share = spread.shard_writer(spread.combine_plans([spread.local_plan(0, 1)[0]]), 0, 0)
     expected = {key: value["exp_avg"].clone() for key, value in optimizer.state_dict()["state"].items()}
     share.content = [tensor.clone() for tensor in share.content]
     optimizer.param_groups[0]["lr"] = 9.0
@@ -469,7 +469,7 @@ def test_writing_needs_the_objects_no_more(tmp_path: Path) -> None:
 
 def test_what_all_have_is_written_once_and_evenly() -> None:
     spreads = [ShardedModelState(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))) for _ in range(3)]
-    plans = [spread.local_plan(rank) for rank, spread in enumerate(spreads)]
+    plans = [spread.local_plan(rank, len(spreads))[0] for rank, spread in enumerate(spreads)]
     combined = spreads[0].combine_plans(plans)
     shares = [spread.shard_writer(combined, 0, rank) for rank, spread in enumerate(spreads)]
     assert [share.file for share in shares] == [f"pytorch_model_fsdp_0/__{r}_0.distcp" for r in range(3)]
@@ -481,10 +481,10 @@ def test_a_plan_is_known_until_it_changes() -> None:
     """Later saves exchange an id, not the plans; another number of ranks, or another dtype, plans anew."""
     models = [nn.Linear(2, 2) for _ in range(2)]
 
-    def plan() -> tuple[list[ShardedModelState], list[Any], list[str]]:
+    def plan(size: int = 2) -> tuple[list[ShardedModelState], list[Any], list[str]]:
         states = [ShardedModelState(model) for model in models]
-        plans = [state.local_plan(rank) for rank, state in enumerate(states)]
-        return states, plans, [state.known_plan(2) for state in states]
+        plans = [state.local_plan(rank, size) for rank, state in enumerate(states)]
+        return states, [plan for plan, _ in plans], [known_id for _, known_id in plans]
 
     states, plans, known = plan()
     assert known == ["", ""]
@@ -492,21 +492,20 @@ def test_a_plan_is_known_until_it_changes() -> None:
     before = [state.shard_writer(combined, 0, rank) for rank, state in enumerate(states)]
     states, _, known = plan()
     assert known == [combined.id] * 2
-    assert [state.known_plan(1) for state in states] == ["", ""]
+    assert plan(size=1)[2] == ["", ""]
     after = [state.shard_writer(None, 0, rank) for rank, state in enumerate(states)]
     for old, new in zip(before, after, strict=True):
         assert [item.index for item in old.items] == [item.index for item in new.items]
         assert (old.index, old.entry.tensors) == (new.index, new.entry.tensors)
     apart = ShardedModelState(models[0], local_training=True)  # another replica is to be written
-    apart.local_plan(0)
-    assert apart.known_plan(2) == ""
+    assert apart.local_plan(0, 2)[1] == ""
     models[1].half()
     assert plan()[2] == [combined.id, ""]
 
 
 def test_ranks_that_train_apart_save_those_of_rank_0() -> None:
     spreads = [ShardedModelState(nn.Linear(2, 2), local_training=True) for _ in range(2)]
-    plans = [spread.local_plan(rank) for rank, spread in enumerate(spreads)]
+    plans = [spread.local_plan(rank, len(spreads))[0] for rank, spread in enumerate(spreads)]
     combined = spreads[0].combine_plans(plans)
     shares = [spread.shard_writer(combined, 0, rank) for rank, spread in enumerate(spreads)]
     assert len(shares[0].content) == 2
@@ -516,17 +515,17 @@ def test_ranks_that_train_apart_save_those_of_rank_0() -> None:
 def test_buffers_are_those_of_rank_0() -> None:
     """Under data parallelism they differ by rank until the next forward."""
     spreads = [ShardedModelState(nn.BatchNorm1d(2)) for _ in range(2)]
-    plans = [spread.local_plan(rank) for rank, spread in enumerate(spreads)]
+    plans = [spread.local_plan(rank, len(spreads))[0] for rank, spread in enumerate(spreads)]
     assert {item.index.fqn for item in plans[1].items} == {"model.weight", "model.bias"}
 
 
 def test_parts_that_make_no_whole_are_refused() -> None:
     spread = ShardedModelState(nn.Linear(2, 2))
-    plan = spread.local_plan(0)
+    plan, _ = spread.local_plan(0, 2)
     entry: Any = next(item for item in plan.items if item.index.fqn == "model.weight")
     object.__setattr__(entry.tensor_data, "size", torch.Size([5, 2]))
     with pytest.raises(CheckpointError, match="do not make a whole"):
-        spread.combine_plans([plan, ShardedModelState(nn.Module()).local_plan(0)])
+        spread.combine_plans([plan, ShardedModelState(nn.Module()).local_plan(0, 2)[0]])
 
 
 # ---------------------------------------------------------------- merging

@@ -360,7 +360,7 @@ class ShardWriter(StateWriter, Protocol):
     """The writer of this rank's shard of a state. The rank that commits writes one more file, the index."""
 
     def build_index(self, written: list[Any], /) -> tuple[str, bytes]:
-        """Return (name, content) of the index; ``written`` is what ``fill`` returned by rank, None for no file."""
+        """Return (name, content) of the index; ``written`` by rank, None for no file."""
         ...
 
 
@@ -386,15 +386,11 @@ class CheckpointLoadContext:
 class ShardedState(Protocol):
     """A state that can be saved sharded: each rank writes a shard into a folder that all share."""
 
-    def local_plan(self, rank: int, /) -> Any:
-        """Return this rank's save plan for all ranks; called on every rank, may be collective."""
-        ...
+    def local_plan(self, rank: int, size: int, /) -> tuple[Any, str]:
+        """Return this rank's save plan for all ranks, and an id; called on every rank, may be collective.
 
-    def known_plan(self, size: int, /) -> str:
-        """Return an id, equal on ranks that can write by the plans of the save before; else an empty text.
-
-        Args:
-            size: the number of ranks.
+        The id is equal on ranks that can write by the combined plans of the save before, of as many ranks;
+        else it is empty.
         """
         ...
 

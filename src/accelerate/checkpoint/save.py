@@ -242,9 +242,9 @@ class _SaveRun:
                 sharded |= {name: state for name, each in objects.items() if (state := each.sharded_state)}
             if any(name.startswith("models/") and name not in sharded for name in objects):
                 sharded = {name: state for name, state in sharded.items() if not name.startswith("models/")}
-            plans = {name: state.local_plan(rank) for name, state in sharded.items()}
             size = transaction.ranks.size
-            section.value = {name: state.known_plan(size) for name, state in sharded.items()}
+            plans = {name: state.local_plan(rank, size) for name, state in sharded.items()}
+            section.value = {name: known_id for name, (_, known_id) in plans.items()}
             states = {
                 name: each.item.state_dict()
                 for name, each in objects.items()
@@ -264,7 +264,7 @@ class _SaveRun:
                 self.action,
                 lambda ranks: {name: sharded[name].combine_plans([r[name] for r in ranks]) for name in new},
             ) as section:
-                section.value = {name: plans[name] for name in new}
+                section.value = {name: plans[name][0] for name in new}
             combined = section.values
         with collective_section(self.action):
             for name, state in sharded.items():

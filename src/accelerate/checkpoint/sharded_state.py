@@ -90,7 +90,7 @@ class _ShardedState:
         """
         raise NotImplementedError
 
-    def local_plan(self, rank: int, /) -> SavePlan:
+    def local_plan(self, rank: int, size: int, /) -> tuple[SavePlan, str]:
         """Plan the save, see ``ShardedState``."""
         saved_object, state, ties = self.state_to_save(rank)
         # Replicas that were trained apart differ: those of the lowest rank are saved, not of the least busy.
@@ -99,14 +99,9 @@ class _ShardedState:
         plan = planner.create_local_plan()
         self._saving = planner, plan, saved_object, ties
         self._digest = hashlib.blake2b(pickle.dumps((plan, self.local_training)), digest_size=16).digest()
-        return plan
-
-    def known_plan(self, size: int, /) -> str:
-        """Return the id of the combined plans of the save before, if this rank has planned the same again."""
-        assert self._saving is not None
-        known = _known_plans.get(self._saving[2])
+        known = _known_plans.get(saved_object)
         is_same = known is not None and known.digest == self._digest and known.combined.size == size
-        return known.combined.id if known is not None and is_same else ""
+        return plan, known.combined.id if known is not None and is_same else ""
 
     def combine_plans(self, plans: list[SavePlan], /) -> CombinedPlans:
         """Combine the plans of all ranks, and keep the index for ``shard_writer`` here.

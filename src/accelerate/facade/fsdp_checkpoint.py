@@ -417,7 +417,7 @@ def _save_sharded(sharded_state: ShardedState, folder: Path, kind: str, index: i
     doing = f"save {sharded_folder}"
     with ranks.collective_section(doing, sharded_state.combine_plans) as plan_section:
         _make_sharded_folder(sharded_folder, ranks)
-        plan_section.value = sharded_state.local_plan(ranks.rank)
+        plan_section.value, _ = sharded_state.local_plan(ranks.rank, ranks.size)
     infos = list[Any]()  # of all ranks, on rank 0
     with ranks.collective_section(doing, infos.extend) as write_section:
         writer = sharded_state.shard_writer(plan_section.values, index, ranks.rank)
