@@ -71,28 +71,19 @@ def read_exactly(path: Path, at: int, view: memoryview) -> None:
     """Fill ``view`` with the bytes of a file from position ``at`` on.
 
     Raises:
-        EOFError: the file ends before.
-        OSError: it cannot be read.
+        CheckpointError: the file ends before, or cannot be read.
     """
-    with path.open("rb", buffering=0) as file:
+    with file_errors("read", path), path.open("rb", buffering=0) as file:
         got = read_at(file.fileno(), view, at)
-    if got < len(view):
-        raise EOFError(f"it ends at {at + got} bytes, {len(view)} were expected at {at}")
-
-
-def run_read(job: tuple[Path, int, memoryview]) -> None:
-    """Run one read: (file, position, memory that it fills)."""
-    path, at, view = job
-    with file_errors("read", path):
-        read_exactly(path, at, view)
+        if got < len(view):
+            raise EOFError(f"it ends at {at + got} bytes, {len(view)} were expected at {at}")
 
 
 def read_parallel(path: Path, at: int, target: memoryview, pool: ThreadPoolExecutor) -> None:
     """Fill ``target`` with the bytes of a file from position ``at`` on, by several threads.
 
     Raises:
-        EOFError: the file ends before.
-        OSError: it cannot be read.
+        CheckpointError: the file ends before, or cannot be read.
     """
     starts = range(0, len(target), CHUNK)
     if len(starts) == 1:  # to hand it to another thread costs more
@@ -254,8 +245,7 @@ class FileReadTorchFunctionMode(TorchFunctionMode):
                 return accepts
             if target.dtype != source.dtype:
                 return False
-            with file_errors("read", path):
-                read_parallel(path, at, memory_of(target), self._pool)
+            read_parallel(path, at, memory_of(target), self._pool)
         except CheckpointError as error:
             self.failure = self.failure or error
             raise
@@ -387,7 +377,7 @@ class DeviceUploader:
             memory = block.numpy().data[piece.start : piece.start + piece.nbytes]
             starts = range(0, len(memory), CHUNK)
             jobs += [(piece.path, piece.offset + at, memory[at : at + CHUNK]) for at in starts]
-        for _ in self._readers.map(run_read, jobs):
+        for _ in self._readers.map(lambda job: read_exactly(*job), jobs):
             pass
         # The memory of a target may still be in use by work of the current stream, which had it before.
         hardware.wait_event(hardware.record_event(hardware.current_stream(self._device.index)), self._stream)
@@ -521,11 +511,11 @@ class ReadPlan:
         """
         if len(self.direct_reads) > 1:
             with ThreadPoolExecutor(usable_cores(), "read") as pool:
-                for _ in pool.map(run_read, self.direct_reads):
+                for _ in pool.map(lambda job: read_exactly(*job), self.direct_reads):
                     pass
         else:
             for job in self.direct_reads:
-                run_read(job)
+                read_exactly(*job)
         if self.upload_reads:
             with self.device_uploads:
                 for region, target in self.upload_reads:
