@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import async_save, discovery, layout
-from accelerate.checkpoint.discovery import Address, ProjectConfiguration
+from accelerate.checkpoint.discovery import Address, CheckpointCandidate, ProjectConfiguration
 from accelerate.checkpoint.file_access import MissingFileError, file_errors, find_damage, make_folder
 from accelerate.checkpoint.layout import CheckpointContents, Manifest
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
@@ -106,7 +106,7 @@ def load(
     action = "load a checkpoint" if directory is None else f"load the checkpoint {directory}"
     common_ids = ids_on_all_machines(project, ranks, action) if directory is None else None
     has_own_disk = project is not None and project.save_on_each_node
-    chosen: discovery.CheckpointCandidate | None = None
+    chosen: CheckpointCandidate | None = None
     with ranks.collective_section(action) as section:
         async_save.wait()
         if ranks.rank == 0 or ranks.is_alone:
@@ -116,35 +116,32 @@ def load(
             discovery.recover(*discovery.locate(directory))  # a crash may have stopped its save alone
     rank0_address, id_, ignored = section.values[0]
     with ranks.collective_section(action):
-        if chosen is not None:
-            store, name, manifest = chosen.store, chosen.name, chosen.manifest
-        else:
+        if chosen is None:
             store, name = discovery.locate(discovery.local_address(rank0_address, directory, project))
-            manifest = read_manifest(store, name)
-        own_id = manifest.id if manifest else ""
+            chosen = CheckpointCandidate(store, name, read_manifest(store, name))
+        own_id = chosen.manifest.id if chosen.manifest else ""
         if own_id != id_:
             raise CheckpointError(
-                f"{store.label(name)} is another checkpoint here than on rank 0",
+                f"{chosen.path} is another checkpoint here than on rank 0",
                 why=f"its save has the id {own_id or '(none)'}, rank 0's {id_ or '(none)'}",
                 fix="copy the same checkpoint to every machine",
             )
-    ranks.log("accelerator", "loading the checkpoint %s", store.label(name))
+    ranks.log("accelerator", "loading the checkpoint %s", chosen.path)
     location = resolve_map_location(map_location, "cpu")
     optimizer_location = resolve_map_location(map_location, "on_device" if ranks.size > 1 else "cpu")
     with (
-        local_checkpoint(store, name, manifest, contents, ranks, action) as (path, fetched),
+        local_checkpoint(chosen, contents, ranks, action) as (path, fetched),
         ExitStack() as read_states,
     ):
-        reader = TrainingStateReader(
-            path, manifest, ranks, strict, location, load_kwargs or {}, model_kwargs or {}, optimizer_location
-        )
+        options = load_kwargs or {}, model_kwargs or {}, optimizer_location
+        reader = TrainingStateReader(path, chosen.manifest, ranks, strict, location, *options)
         read_states.callback(reader.steps.clear)  # files are mapped until nothing refers to their states
         with ranks.collective_section(action) as section:
             section.value = [] if fetched is None else verify_files(path, fetched, ranks, refuses_rewritten)
         reader.notes += sorted(set(chain(*section.values)))
         with ranks.collective_section(action):
             if before is not None:
-                before(path, manifest)
+                before(path, chosen.manifest)
             reader.check_custom_count(contents)
             reader.read(contents)
         with reader.undone_on_error(), ranks.collective_section(action):
@@ -157,10 +154,9 @@ def load(
         with ranks.collective_section(action) as section:
             section.value = 0
             if ranks.is_writer(project.save_on_each_node):
-                section.value = discovery.next_iteration(name, manifest, project)
+                section.value = discovery.next_iteration(chosen.name, chosen.manifest, project)
         project.iteration = max(section.values)
-    address = store.local_path(name) or store.label(name)
-    return _report_result(reader, contents, address, name, ignored)
+    return _report_result(reader, contents, chosen, ignored)
 
 
 def ids_on_all_machines(
@@ -190,8 +186,7 @@ def resolve_map_location(map_location: Any, default: Any) -> Any:
 def _report_result(
     reader: TrainingStateReader,
     contents: CheckpointContents,
-    address: Address,
-    name: str,
+    chosen: CheckpointCandidate,
     ignored: tuple[str, ...],
 ) -> CheckpointLoadResult:
     """Return the outcome of the load; rank 0 logs what was loaded, and what differed."""
@@ -200,14 +195,14 @@ def _report_result(
             reader.ranks.log("checkpointing", "loaded %s (%s)", each.label, each.class_name)
     if reader.ranks.rank == 0:
         for note in reader.notes:
-            logger.warning("%s: %s", address, note)
+            logger.warning("%s: %s", chosen.path, note)
         if reader.missing:
-            logger.warning("%s lacks, and leaves as they are: %s", address, ", ".join(reader.missing))
+            logger.warning("%s lacks, and leaves as they are: %s", chosen.path, ", ".join(reader.missing))
     manifest = reader.manifest
     return CheckpointLoadResult(
-        path=address,
+        path=chosen.path,
         step=manifest.step if manifest else reader.step or 0,
-        iteration=manifest.iteration if manifest else discovery.automatic_number(name),
+        iteration=manifest.iteration if manifest else discovery.automatic_number(chosen.name),
         metadata=manifest.metadata if manifest else {},
         world_size=manifest.world_size if manifest else None,
         manifest=manifest,
@@ -256,12 +251,7 @@ def verify_files(
 
 @contextmanager
 def local_checkpoint(
-    store: CheckpointStorage,
-    name: str,
-    manifest: Manifest | None,
-    train_state: CheckpointContents,
-    ranks: CheckpointRankGroup,
-    action: str,
+    chosen: CheckpointCandidate, train_state: CheckpointContents, ranks: CheckpointRankGroup, action: str
 ) -> Generator[tuple[Path, Manifest | None]]:
     """Yield the checkpoint's files as a local folder, and the manifest of these files; all ranks call.
 
@@ -270,7 +260,7 @@ def local_checkpoint(
     Raises:
         CheckpointError: on every rank; a file cannot be fetched, or the local disk is too small.
     """
-    folder = f"{name}/{manifest.folder}" if manifest is not None and manifest.folder else name
+    store, folder, manifest = chosen.store, chosen.folder, chosen.manifest
     local = store.local_path(folder)
     if local is not None:
         yield local, manifest
@@ -292,7 +282,7 @@ def local_checkpoint(
             else:
                 file_sizes = {file: record.size for file, record in manifest.files.items()}
             file_sizes = _needed_files(file_sizes, manifest, train_state, ranks_here, ranks.size)
-            _refuse_too_large(store.label(name), file_sizes, folder_here)
+            _refuse_too_large(store.label(chosen.name), file_sizes, folder_here)
             largest_first = sorted(file_sizes, key=lambda file: (-file_sizes[file], file))
             local_share = largest_first[ranks.local_rank :: ranks.local_size]
             _fetch(store, folder, local_share, folder_here, file_sizes)
