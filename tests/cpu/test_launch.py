@@ -8,9 +8,11 @@ import marshal
 import py_compile
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -505,6 +507,30 @@ def test_a_full_disk_and_a_closed_console_stop_nothing(tmp_path: Path, redirect:
         notes = [line for line in (tmp_path / "err.txt").read_text().splitlines() if "accelerate:" in line]
         assert sum("rank_0.log is not written any more: No space left" in line for line in notes) == 1
         assert sum("nobody reads this output" in line for line in notes) == 1
+
+
+@pytest.mark.parametrize("end", ["read", "interrupt"])
+def test_a_good_job_waits_for_a_slow_console(tmp_path: Path, end: str) -> None:
+    """Its ranks have ended, and what they wrote fits into pipes; Ctrl-C ends the wait alone."""
+    script = tmp_path / "train.py"
+    script.write_text("import os\nprint('x' * 99 * 600)\nopen(f\"done{os.environ['RANK']}\", 'w').close()")
+    command = [*MODULE, "launch", "--cpu", "-n", "2", "--tee", "3", str(script)]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=clean({}), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        while not {"done0", "done1"} <= {path.name for path in tmp_path.iterdir()}:
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(2.5)
+        assert process.poll() is None
+        if end == "interrupt":
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) == 0
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+    assert err == b""
+    if end == "read":
+        assert sorted(out.decode().splitlines()) == [f"[rank {rank}] {'x' * 99 * 600}" for rank in (0, 1)]
 
 
 # ---------------------------------------------------------------- as a function, as a command

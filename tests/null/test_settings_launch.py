@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +26,7 @@ from accelerate.launch.kinds import KINDS
 from accelerate.launch.kinds.local import shared_variables, torchrun_variables
 from accelerate.launch.launch_request import LaunchRequest, all_settings, read_request
 from accelerate.launch.launcher import check_request, choose_kind, launch
-from accelerate.launch.logs import RankLogSettings
+from accelerate.launch.logs import CountedPipe, RankLogSettings
 from tests.support.devices import machine
 
 
@@ -457,14 +461,97 @@ def test_pipes_that_leftovers_hold_are_waited_for_together(monkeypatch: pytest.M
     logs, now = RankLogSettings("3", None), [100.0]
 
     class HeldPipe:
+        def is_alive(self) -> bool:
+            return True
+
         def join(self, timeout: float) -> None:
             now[0] += timeout
 
     monkeypatch.setattr("accelerate.launch.logs.time", SimpleNamespace(monotonic=lambda: now[0]))
-    logs.reader_threads += [HeldPipe()] * 16  # type: ignore[list-item]
-    logs.finish()
-    logs.finish()  # after the next attempt of the job
-    assert now == [101.0]
+    logs.readers += [(HeldPipe(), CountedPipe(io.BytesIO()))] * 16  # type: ignore[list-item]
+    assert logs.finish()
+    assert logs.finish()  # after the next attempt of the job
+    assert now == [pytest.approx(101.0, abs=0.1)]
+
+
+class PipedConsole:
+    """The console of this process as a pipe, whose reader takes nothing before ``read``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reader, writer = os.pipe()
+        self.stream = open(writer, "w", encoding="utf-8")  # noqa: SIM115
+        self.text = b""
+        monkeypatch.setattr(sys, "stdout", self.stream)
+
+    def fill(self) -> None:
+        """Leave no room for a single byte."""
+        os.set_blocking(self.stream.fileno(), False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(self.stream.fileno(), b"." * 4096)
+        os.set_blocking(self.stream.fileno(), True)
+
+    def read(self) -> None:
+        """Read all that is written, in a thread, until ``close``."""
+
+        def read() -> None:
+            self.text = b"".join(iter(lambda: os.read(self.reader, 1 << 16), b""))
+
+        self.thread = threading.Thread(target=read)
+        self.thread.start()
+
+    def close(self) -> str:
+        """Return what was read."""
+        self.stream.close()
+        self.thread.join()
+        os.close(self.reader)
+        return self.text.decode().lstrip(".")
+
+
+def test_a_slow_console_gets_the_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a line without an end; a process that is left behind holds the pipe of rank 1."""
+    monkeypatch.setattr("accelerate.launch.logs.FINISH_SECONDS", 0.2)
+    console, logs = PipedConsole(monkeypatch), RankLogSettings("1", None)
+    console.fill()
+    for rank, command in enumerate(("seq 9000; printf end", "seq 9000; echo end; sleep 2 &")):
+        process = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
+        logs.read(rank, process)
+        assert process.wait(30) == 0
+    threading.Timer(0.6, console.read).start()
+    assert logs.finish()
+    lines = console.close().splitlines()
+    for rank in (0, 1):
+        assert [line for line in lines if line.startswith(f"[rank {rank}]")] == [
+            *(f"[rank {rank}] {n}" for n in range(1, 9001)),
+            f"[rank {rank}] end",
+        ]
+
+
+def test_the_wait_for_a_console_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python flushes the console at its end: nothing that is left behind may hold its lock."""
+    console, logs = PipedConsole(monkeypatch), RankLogSettings("1", None)
+    console.fill()
+    process = subprocess.Popen(["seq", "9"], stdout=subprocess.PIPE)
+    logs.read(0, process)
+    assert process.wait(30) == 0
+    (pump, _), answers = logs.readers[0], iter([False, True])
+    assert not logs.finish(lambda: next(answers))
+    flush = threading.Thread(target=console.stream.flush, daemon=True)
+    flush.start()
+    flush.join(5)
+    assert not flush.is_alive()
+    console.read()
+    pump.join(5)
+    assert console.close() == "".join(f"[rank 0] {n}\n" for n in range(1, 10))
+
+
+def test_a_process_without_a_console_takes_the_output_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    logs = RankLogSettings("1", None)
+    process = subprocess.Popen(["seq", "90000"], stdout=subprocess.PIPE)
+    logs.read(0, process)
+    assert process.wait(30) == 0
+    assert logs.finish()
 
 
 def test_without_room_for_the_compiled_script_each_rank_compiles_it(asks: Any, tmp_path: Path) -> None:

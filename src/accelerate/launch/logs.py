@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import subprocess
 
 STDOUT, STDERR = 1, 2
-FINISH_SECONDS = 1.0  # seconds for the last lines of all ranks
+FINISH_SECONDS = 1.0  # seconds for pipes that processes hold which ranks have left behind
+_FINISH_POLL_SECONDS = 0.05  # seconds between looks whether somebody ends the wait for the last lines
 _READ_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 20  # a line without an end is passed on in pieces of this size: it may never end
 _STREAMS = {"0": 0, "1": STDOUT, "2": STDERR, "3": STDOUT | STDERR}
@@ -56,7 +57,7 @@ class RankLogSettings:
                 ) from error
             if not os.access(self.folder, os.W_OK):
                 raise LaunchError(f"the folder {folder} (--log_dir) cannot be written to")
-        self.reader_threads: list[threading.Thread] = []
+        self.readers: list[tuple[threading.Thread, CountedPipe]] = []
         self.sinks: dict[int, OutputSink | None] = {}  # by rank
 
     @property
@@ -79,9 +80,10 @@ class RankLogSettings:
         mark = self.prefix(rank).encode()
         for pipe, console in zip((process.stdout, process.stderr), self._consoles, strict=True):
             if pipe is not None:
-                pump = threading.Thread(target=_forward_output, args=(pipe, console, log, mark), daemon=True)
+                counted = CountedPipe(pipe)
+                pump = threading.Thread(target=_forward_output, args=(counted, console, log, mark), daemon=True)
                 pump.start()
-                self.reader_threads.append(pump)
+                self.readers.append((pump, counted))
 
     @cached_property
     def _consoles(self) -> tuple[OutputSink, OutputSink]:
@@ -116,12 +118,64 @@ class RankLogSettings:
             if text and log is not None and self.streams_by_rank.get(rank, self.default_streams) & STDERR:
                 log.write(f"{text.rstrip()}\n".encode())
 
-    def finish(self) -> None:
-        """Wait for the last lines; processes that ranks left behind may hold pipes open for ever."""
-        deadline = time.monotonic() + FINISH_SECONDS
-        for pump in self.reader_threads:
-            pump.join(max(0.0, deadline - time.monotonic()))
-        self.reader_threads.clear()
+    def finish(self, is_interrupted: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until all that the ranks have written is passed on, however slow a console or a disk is.
+
+        Processes that ranks left behind may hold pipes open for ever: those get ``FINISH_SECONDS`` more.
+
+        Args:
+            is_interrupted: whether somebody does not want to wait any longer; it is asked again and again.
+
+        Returns:
+            False when it was interrupted.
+        """
+        readers, self.readers = [(*each, each[1].count_written()) for each in self.readers], []
+        for seconds in (0.0, FINISH_SECONDS):
+            deadline = time.monotonic() + seconds
+            for pump, pipe, size in readers:
+                while pump.is_alive() and (pipe.forwarded < size or time.monotonic() < deadline):
+                    if is_interrupted():
+                        return False
+                    pump.join(_FINISH_POLL_SECONDS)
+        return True
+
+
+class CountedPipe:
+    """The output of a rank, whose reader asks for more when it has passed on what it got before.
+
+    Attributes:
+        received: how many bytes were read.
+        forwarded: how many of them were passed on; -1 at the end of the pipe, when a line without an end may
+            be left to be passed on.
+    """
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe, self.received, self.forwarded = pipe, 0, 0
+
+    def read1(self, size: int) -> bytes:
+        """Read what is there, and wait if there is nothing."""
+        self.forwarded = self.received
+        chunk: bytes = self._pipe.read1(size)  # type: ignore[attr-defined]
+        self.received += len(chunk)
+        if not chunk:
+            self.forwarded = -1
+        return chunk
+
+    def count_written(self) -> int:
+        """Return how many bytes were written so far: those that were read, and those in the pipe."""
+        import fcntl
+        import termios
+
+        received = self.received
+        try:
+            waiting = fcntl.ioctl(self._pipe.fileno(), termios.FIONREAD, bytes(4))
+        except (OSError, ValueError):  # it has been read to its end, and is closed
+            return received
+        return received + int.from_bytes(waiting, sys.byteorder)
+
+    def close(self) -> None:
+        """Close this end."""
+        self._pipe.close()
 
 
 def parse_tee(tee: str) -> tuple[int, dict[int, int]]:
@@ -142,14 +196,14 @@ def parse_tee(tee: str) -> tuple[int, dict[int, int]]:
         ) from error
 
 
-def read_lines(pipe: IO[bytes]) -> Iterator[list[bytes]]:
+def read_lines(pipe: IO[bytes] | CountedPipe) -> Iterator[list[bytes]]:
     """Yield the whole lines of each read; of a line that does not end, long pieces.
 
     A carriage return ends a line too, for progress bars.
     """
     begun: list[bytes] = []
     size = 0
-    while chunk := pipe.read1(_READ_BYTES):  # type: ignore[attr-defined]
+    while chunk := pipe.read1(_READ_BYTES):  # type: ignore[union-attr]
         lines: list[bytes] = chunk.replace(b"\r\n", b"\n").splitlines(keepends=True)
         is_open = not lines[-1].endswith((b"\n", b"\r"))
         begun.append(lines[0])
@@ -165,7 +219,7 @@ def read_lines(pipe: IO[bytes]) -> Iterator[list[bytes]]:
     pipe.close()
 
 
-def _forward_output(pipe: IO[bytes], console: OutputSink, log: OutputSink | None, mark: bytes) -> None:
+def _forward_output(pipe: CountedPipe, console: OutputSink, log: OutputSink | None, mark: bytes) -> None:
     """Pass the lines of a rank on, until it closes its end; whatever happens to the places they go to."""
     before = b"\n"
     for lines in read_lines(pipe):
@@ -184,38 +238,50 @@ class OutputSink:
     """A place where output goes. After an error it takes no more, so that the ranks never wait for it.
 
     Args:
-        stream: a text stream (a console, perhaps a notebook's) or an unbuffered binary file.
+        stream: a text stream (a console, perhaps a notebook's) or an unbuffered binary file; None for the
+            console of a process that was started without one.
         on_failure: called once with the error.
     """
 
-    def __init__(self, stream: TextIO | IO[bytes], on_failure: Callable[[Exception], None]) -> None:
+    def __init__(self, stream: TextIO | IO[bytes] | None, on_failure: Callable[[Exception], None]) -> None:
         self._stream: Any = stream
         self._on_failure = on_failure
-        self._is_broken = False
-        self._failure_lock = threading.Lock()  # both streams of every rank may end here, each by a thread
+        self._is_broken = stream is None
+        self._lock = threading.Lock()  # both streams of every rank may end here, each by a thread
 
     def write(self, content: bytes) -> None:
         """Write all of it, or nothing any more."""
-        if self._is_broken:
-            return
-        try:
-            self._write(memoryview(content))
-        except (OSError, ValueError) as error:  # ValueError: somebody has closed the stream
-            with self._failure_lock:
-                is_first, self._is_broken = not self._is_broken, True
-            if is_first:
-                self._on_failure(error)
+        with self._lock:
+            if self._is_broken:
+                return
+            try:
+                self._write(memoryview(content))
+                return
+            except (OSError, ValueError) as error:  # ValueError: somebody has closed the stream
+                self._is_broken, failure = True, error
+        self._on_failure(failure)
 
     def _write(self, content: memoryview) -> None:
-        if hasattr(self._stream, "buffer"):
-            self._stream.buffer.write(content)
-        elif isinstance(self._stream, RawIOBase):
+        file = _find_raw_file(self._stream)
+        if file is not None:
+            # Around the console's buffer. A thread that waits in there for a slow console holds a lock of
+            # which Python, at its end, makes a fatal error.
+            self._stream.flush()
             while content:  # a file that gets full takes a part
-                content = content[self._stream.write(content) :]
-            return
+                content = content[file.write(content) :]
+        elif hasattr(self._stream, "buffer"):
+            self._stream.buffer.write(content)
+            self._stream.flush()
         else:  # a notebook's console, which takes text alone
             self._stream.write(str(content, "utf-8", "replace"))
-        self._stream.flush()
+            self._stream.flush()
+
+
+def _find_raw_file(stream: Any) -> RawIOBase | None:
+    """Return the unbuffered file below a stream, which may be it itself; None where there is none."""
+    buffer = getattr(stream, "buffer", None)
+    layers = (getattr(buffer, "raw", None), buffer, stream)
+    return next((layer for layer in layers if isinstance(layer, RawIOBase)), None)
 
 
 def _drop_console(console: TextIO, other: TextIO) -> None:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -130,11 +131,14 @@ class WorkerSupervisor:
                     process.wait()
                 for process in self.processes.values():  # another attempt may run when their ids are reused
                     guard.write_line(f"-{process.pid}")
-        self.logs.finish()
-        if self.logs.sinks:
+        if self.logs.finish(partial(self._asks_to_end_output, signals)) and self.logs.sinks:
             exits = self.outcome.exits
             self.logs.append_tracebacks({end.rank: read_failure(end, self.folder).text for end in exits})
         return self.outcome
+
+    def _asks_to_end_output(self, signals: SignalAndChildExitWaiter) -> bool:
+        """Return whether somebody does not want to wait until the output of the processes is passed on."""
+        return any(number in STOP_SIGNALS and not self._is_repeat(number) for number in signals.wait(0))
 
     def _create_process(
         self, rank: int, command: ProcessSpec, guard: GuardProcess
@@ -194,11 +198,13 @@ class WorkerSupervisor:
             from_keyboard = number in (signal.SIGINT, signal.SIGQUIT)
             self._ask_to_stop(os.killpg if from_keyboard else os.kill, number, self.signal_timeout)
             self.hint_at = time.monotonic() + STOP_SECONDS if number == signal.SIGINT else None
-        elif number in STOP_SIGNALS and not (
-            {number, self.outcome.stopped_by} <= REPEATED_SIGNALS
-            and time.monotonic() - self.stopped_at < REPEAT_SECONDS
-        ):
+        elif number in STOP_SIGNALS and not self._is_repeat(number):
             self.kill_at = time.monotonic()
+
+    def _is_repeat(self, number: int) -> bool:
+        """Return whether a signal is the one that stops the job, sent by another way."""
+        is_alike = {number, self.outcome.stopped_by} <= REPEATED_SIGNALS
+        return is_alike and time.monotonic() - self.stopped_at < REPEAT_SECONDS
 
     def _stop_gracefully(self, number: int) -> bool:
         """Pass a signal on to ranks that all stop by themselves on it, and give them time; whether so."""

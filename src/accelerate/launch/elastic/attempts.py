@@ -28,6 +28,7 @@ from accelerate.launch.supervisor import (
     STOP_SIGNALS,
     AttemptRunner,
     GuardProcess,
+    SignalAndChildExitWaiter,
     WorkerSupervisor,
     describe_failure,
     print_restart,
@@ -76,6 +77,10 @@ class LocalAttempt(WorkerSupervisor):
             self.was_cancelled, self.wake_fds = True, ()
             self.stop_at = time.monotonic()
         super()._apply_deadlines()
+
+    def _asks_to_end_output(self, signals: SignalAndChildExitWaiter) -> bool:
+        self.should_cancel(self)  # it reads what the agent says, which must not wait for a slow console
+        return super()._asks_to_end_output(signals)
 
 
 class ElasticAgentProcess:
