@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,29 @@ def test_the_default_file_lies_in_the_users_cache(
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert str(launch_plans.default_file()) == f"{folder}/default_config.yaml"
+
+
+@pytest.mark.parametrize(("home", "code"), [("/" + "x" * 300, 2), ("~no-such-user/hf", 0)])
+def test_a_home_that_cannot_be_looked_into_holds_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: str, code: int
+) -> None:
+    """As one whose permissions forbid it; ``config`` says that it cannot write there."""
+    monkeypatch.setenv("HF_HOME", home)
+    monkeypatch.chdir(tmp_path)
+    assert launch_plans.request().file is None
+    assert run(["config", "--set", "debug=true"]) == code
+    assert ("cannot be written" in capsys.readouterr().err) == (code == 2)
+
+
+def test_a_user_without_a_home_has_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``docker run --user 12345``: the user is in no table, and HOME is not set."""
+    for name in ("HF_HOME", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 1 << 30)
+    monkeypatch.chdir(tmp_path)
+    assert launch_plans.request(mpirun_hostfile="~/hosts", log_dir="~/logs").file is None
+    with pytest.raises(FileNotFoundError, match=r"there is no configuration file ~/mine\.yaml"):
+        launch_plans.config_file("~/mine.yaml")
 
 
 def test_cpu_on_the_command_line_leaves_the_default_file_alone(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from datetime import datetime, timezone
@@ -29,7 +30,7 @@ class _CheckpointCommandGroup(CommandGroup):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command. A path is never taken for a mistyped one: the nearest may remove something."""
-        if not ctx.resilient_parsing and ("/" in args[0] or Path(args[0]).exists()):
+        if not ctx.resilient_parsing and ("/" in args[0] or os.path.exists(args[0])):
             raise SettingError(
                 f"{args[0]} is no command", fix=f"accelerate checkpoint ls {args[0]} shows what is there"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -82,10 +83,10 @@ def ask_all(config_file: str | None) -> Path | None:
     from accelerate.cli.wizard import config_editor, terminal
 
     path = config_editor.config_path(config_file)
-    before = config_files.read_raw(path)[0] if path.exists() else {}
+    before = config_files.read_raw(path)[0] if os.path.exists(path) else {}
     upgraded = config_files.upgrade_keys(before)
     values = terminal.run_wizard(path, upgraded)
-    if values is None or (path.exists() and values == upgraded):
+    if values is None or (os.path.exists(path) and values == upgraded):
         click.echo("nothing was written" if values is None else f"{path} says so already")
         return None if values is None else path
     copy = config_editor.save_config(path, before, values)

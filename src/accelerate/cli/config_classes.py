@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -203,7 +204,7 @@ def load_config_from_file(config_file: str | None) -> ClusterConfig | SageMakerC
         SettingError: it cannot be read, lacks a key, or has a wrong value.
         UnknownNameError: a key is unknown.
     """
-    file = config_files.read_config(Path(config_file or config_files.default_file()).expanduser())
+    file = config_files.read_config(config_files.expand_home(config_file or config_files.default_file()))
     place = str(file.values.get("compute_environment", "LOCAL_MACHINE")).upper()
     return (ClusterConfig if place == ComputeEnvironment.LOCAL_MACHINE else SageMakerConfig)._of(file)
 
@@ -226,7 +227,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path = 
 
     refuse_nul("save_location", save_location)
     path = Path(save_location)
-    if path.exists():
+    if os.path.exists(path):
         print(f"{path} exists already and stays as it is; delete it to write a new one, or name another file")
         return False
     if mixed_precision.lower() not in PRECISIONS:

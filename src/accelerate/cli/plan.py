@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -237,7 +238,7 @@ def write_config(
 
 
 def _refuse_existing(path: str | Path | None) -> None:
-    if path and Path(path).exists():
+    if path and os.path.exists(path):
         raise SettingError(f"{path} is there already", fix="name another file, or remove it first")
 
 

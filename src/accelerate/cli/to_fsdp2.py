@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
@@ -75,9 +76,8 @@ def load_config(config_file: str) -> dict[str, Any]:
     Raises:
         SettingError: it is missing or cannot be read.
     """
-    return {
-        str(key): value for key, value in config_files.read_raw(Path(config_file).expanduser())[0].items()
-    }
+    values, _, _ = config_files.read_raw(config_files.expand_home(config_file))
+    return {str(key): value for key, value in values.items()}
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
@@ -187,8 +187,8 @@ def _target_file(path: Path, output: str | None, overwrite: bool) -> Path:
             "there is no place for the new file",
             fix=f"add --output_file new.yaml, or --overwrite to replace {path}",
         )
-    target = path if output is None else Path(output).expanduser()
-    if target.exists() and not overwrite:
+    target = path if output is None else config_files.expand_home(output)
+    if os.path.exists(target) and not overwrite:
         raise OutputExistsError(f"{target} exists already", fix="add --overwrite, or name another file")
     return target
 
@@ -205,7 +205,7 @@ def convert_file(config_file: str, output_file: str | None = None, overwrite: bo
         SettingError: the file is no FSDP1 configuration, or there is no place for the new one.
         FileNotFoundError: there is no such file; it is a ``SettingError`` too.
     """
-    path = Path(config_file).expanduser()
+    path = config_files.expand_home(config_file)
     config = load_config(config_file)
     target = _target_file(path, output_file, overwrite)
     try:

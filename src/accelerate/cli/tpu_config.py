@@ -6,13 +6,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from accelerate.cli.main import WordListCommand, command_parser, flag_spellings
 from accelerate.core.errors import SettingError
+from accelerate.launch.config_files import expand_home
 from accelerate.launch.kinds.tpu import check_gcloud_installed, worker_command
 from accelerate.launch.launch_request import find_config
 
@@ -85,7 +85,7 @@ def _flatten_commands(commands: str | Sequence[Any]) -> list[str]:
 
 def _read_lines(name: str) -> list[str]:
     try:
-        text = Path(name).expanduser().read_text(encoding="utf-8")
+        text = expand_home(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"the file of commands {name} cannot be read", why=str(error)) from error
     return [line.strip() for line in text.splitlines() if line.strip()]

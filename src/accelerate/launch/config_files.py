@@ -8,6 +8,7 @@ stand in it, ``__without_effect__`` maps keys that are taken out to the reason w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import field, fields, replace
 from pathlib import Path
@@ -109,6 +110,14 @@ class ConfigFile:
         return {keys[-1]: line for keys, line in depth_lines if not name or keys[0] == name}
 
 
+def expand_home(path: str | Path) -> Path:
+    """Return a path with a home folder in place of ``~``, which stays where nobody knows that folder.
+
+    ``Path.expanduser`` raises there: in a container without HOME, whose user is in no table of users.
+    """
+    return Path(os.path.expanduser(path))
+
+
 def default_file() -> Path:
     """The file that is used when nobody names one.
 
@@ -118,7 +127,7 @@ def default_file() -> Path:
     if home is None:
         cache = environ.get("XDG_CACHE_HOME")
         home = str(Path(cache or "~/.cache", "huggingface"))
-    return Path(home).expanduser() / "accelerate" / DEFAULT_NAME
+    return Path(os.path.expanduser(home), "accelerate", DEFAULT_NAME)
 
 
 def read_config(path: Path, *, is_explicit: bool = True) -> ConfigFile:

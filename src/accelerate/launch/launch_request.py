@@ -8,10 +8,10 @@ the script as environment variables, which a script reads when its own code does
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from accelerate.core import environ, value_types
@@ -412,7 +412,7 @@ def read_request(
     # `--cpu` is how one says "never mind how this machine is set up": it leaves the default file alone.
     file = find_config(flags.get("config_file"), use_default=not flags.get("use_cpu"))
     request = build_request(file, flags, program, script_settings)
-    if (file is None or not file.is_explicit) and Path("accelerate.yaml").is_file():
+    if (file is None or not file.is_explicit) and os.path.isfile("accelerate.yaml"):
         note = "accelerate.yaml lies here and is not used: --config_file accelerate.yaml uses it"
         request = replace(request, notes=(note, *request.notes))
     return request
@@ -430,9 +430,10 @@ def find_config(named: str | None, *, use_default: bool = True) -> ConfigFile | 
     """
     named = named or environ.get("ACCELERATE_CONFIG_FILE")
     if named is not None:
-        return config_files.read_config(Path(named).expanduser())
+        return config_files.read_config(config_files.expand_home(named))
     default = config_files.default_file()
-    is_used = use_default and default.is_file()
+    # Not Path.is_file, which raises where a folder above may not be looked into: nobody has named this file.
+    is_used = use_default and os.path.isfile(default)
     return config_files.read_config(default, is_explicit=False) if is_used else None
 
 

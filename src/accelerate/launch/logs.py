@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from accelerate.core.errors import LaunchError, SettingError
+from accelerate.launch.config_files import expand_home
 
 if TYPE_CHECKING:
     import subprocess
@@ -47,7 +48,7 @@ class RankLogSettings:
         self.default_streams, self.streams_by_rank = parse_tee(
             tee if tee is not None else "3" if folder else "0"
         )
-        self.folder = None if folder is None else Path(folder).expanduser()
+        self.folder = None if folder is None else expand_home(folder)
         if self.folder is not None:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +82,8 @@ class RankLogSettings:
         for pipe, console in zip((process.stdout, process.stderr), self._consoles, strict=True):
             if pipe is not None:
                 counted = CountedPipe(pipe)
-                pump = threading.Thread(target=_forward_output, args=(counted, console, log, mark), daemon=True)
+                args = (counted, console, log, mark)
+                pump = threading.Thread(target=_forward_output, args=args, daemon=True)
                 pump.start()
                 self.readers.append((pump, counted))
 

@@ -5,6 +5,7 @@ A key is found by any of its spellings and checked by its setting.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ _DEFAULT_VALUES: dict[str, Any] = {
 def config_path(named: str | None) -> Path:
     """The file to write: the one named by flag or variable, else the default one."""
     path = named or environ.get("ACCELERATE_CONFIG_FILE")
-    return Path(path).expanduser() if path else config_files.default_file()
+    return config_files.expand_home(path) if path else config_files.default_file()
 
 
 def find_setting(key: str) -> Setting:
@@ -99,7 +100,7 @@ def set_keys(path: Path, pairs: Iterable[str]) -> list[ConfigValueChange]:
             The file stays as it is.
     """
     settings = {row.name: (row, value) for row, value in map(parse_pair, pairs)}
-    old = config_files.read_raw(path)[0] if path.exists() else {}
+    old = config_files.read_raw(path)[0] if os.path.exists(path) else {}
     new = _upgrade_if_old(old)
     changes = {_key_path(new, row): value for row, value in settings.values()}
     new = config_files.apply_changes(new, changes)
@@ -138,9 +139,9 @@ def save_config(
     Returns:
         A copy of the file as it was: with ``keeps_copy``, and where its comments could not be kept.
     """
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = path.read_text(encoding="utf-8") if os.path.exists(path) else ""
     edited_text = None
-    if path.suffix != ".json" and not (path.exists() and config_files.read_raw(path)[2]):
+    if path.suffix != ".json" and not (os.path.exists(path) and config_files.read_raw(path)[2]):
         edited_text = config_writer.edit_yaml(text, config_writer.find_changes(old, new))
     loses_comments = edited_text is None and "#" in text
     copy = config_writer.copy_to_backup(path) if keeps_copy or loses_comments else None

@@ -16,6 +16,7 @@ from accelerate.core import environ
 from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
 from accelerate.core.packages import find_program
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, origin_variables
+from accelerate.launch.config_files import expand_home
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 
@@ -207,7 +208,7 @@ def _check_hostfile(request: LaunchRequest) -> None:
 
 
 def _hostfile(request: LaunchRequest) -> Path:
-    return Path(request.get("deepspeed_hostfile") or HOSTFILE).expanduser()
+    return expand_home(request.get("deepspeed_hostfile") or HOSTFILE)
 
 
 def _write_env_file(folder: Path, variables: Mapping[str, str]) -> Path:
@@ -232,9 +233,9 @@ def _write_env_file(folder: Path, variables: Mapping[str, str]) -> Path:
 def _user_env_lines() -> Iterator[str]:
     """Yield the lines of the user's own files, in the home folder and here, as DeepSpeed reads them."""
     named = environ.get(ENV_FILE_VARIABLE) or ENV_FILE
-    places = dict.fromkeys(Path(os.path.abspath(folder / named)) for folder in (Path.home(), Path()))
+    places = dict.fromkeys(Path(os.path.abspath(folder / named)) for folder in (expand_home("~"), Path()))
     for path in places:
-        if path.is_file():
+        if os.path.isfile(path):
             lines = path.read_text(encoding="utf-8").splitlines()
             yield from (line for line in lines if "=" in line)
 

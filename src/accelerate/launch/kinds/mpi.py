@@ -21,6 +21,7 @@ from accelerate.core.setting import setting
 from accelerate.core.value_types import frozen_dataclass
 from accelerate.device import DeviceProbeHost, count_cores
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables, explain_start_error
+from accelerate.launch.config_files import expand_home
 from accelerate.launch.device_selection import LaunchDeviceSelection, select_devices, unused_type
 from accelerate.launch.kinds.local import NO_RANK_VARIABLES, script_command, shared_variables
 from accelerate.launch.launch_request import MULTI_MACHINE, LaunchRequest
@@ -232,7 +233,7 @@ def read_hosts(request: LaunchRequest) -> HostSlots:
     """
     location, path = request.origin("mpirun_hostfile").where, Path(str(request.get("mpirun_hostfile")))
     try:
-        text = path.expanduser().read_text(encoding="utf-8")
+        text = expand_home(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
             f"the file of machines {path} ({location}) cannot be read", why=str(error)
@@ -316,7 +317,7 @@ def mpirun_command(
         variables: the variables of the job.
     """
     command = [path, *(family.root_flags if os.geteuid() == 0 else ()), *family.fixed_flags]
-    command += [family.hostfile_flag, str(Path(request.get("mpirun_hostfile")).expanduser())]
+    command += [family.hostfile_flag, str(expand_home(request.get("mpirun_hostfile")))]
     command += ["-np", str(size)]
     if size % len(hosts) == 0:
         command += [flag.format(each=size // len(hosts)) for flag in family.per_machine_flags]

@@ -18,6 +18,7 @@ from accelerate.core.packages import is_installed
 from accelerate.core.setting import declared_settings
 from accelerate.core.value_types import frozen_dataclass
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand
+from accelerate.launch.config_files import expand_home
 from accelerate.launch.launch_request import JobSettings, LaunchRequest, file_setting, typed_setting
 
 # Arguments of SageMaker's estimator that are keys of the file; the key.
@@ -242,7 +243,7 @@ def _read_table(name: str, *columns: str) -> list[dict[str, str]]:
     import csv
 
     try:
-        with Path(name).expanduser().open(newline="", encoding="utf-8") as file:
+        with expand_home(name).open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file, delimiter="\t")
             rows = list(reader)
     except (OSError, UnicodeDecodeError) as error:
