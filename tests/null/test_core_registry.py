@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,25 @@ def test_entry_points_cost_nothing_where_there_are_none(
     registry._external_groups.cache_clear()
     monkeypatch.setitem(sys.modules, "importlib.metadata", None)  # importing it fails
     assert "three" not in plugins()
+
+
+def test_a_folder_that_may_not_be_listed_has_no_entry_points(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home of mode 0711: Python imports from it what it knows by name. Root may list everything."""
+    register(folder)
+    list_folder, private = os.listdir, folder.with_name("private")
+
+    def listdir(path: str = ".") -> list[str]:
+        if path == str(private):
+            raise PermissionError(13, "Permission denied", path)
+        return list_folder(path)
+
+    private.mkdir()
+    (folder / "unreadable-1.0.dist-info" / "entry_points.txt").mkdir(parents=True)
+    monkeypatch.syspath_prepend(private)
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert "three" in plugins()
 
 
 def test_a_test_adds_one_for_a_while(folder: Path) -> None:

@@ -32,12 +32,17 @@ def _external_groups() -> frozenset[str]:
     """
     names: set[str] = set()
     for folder in filter(os.path.isdir, (entry or "." for entry in sys.path)):
-        for info in (name for name in os.listdir(folder) if name.endswith("-info")):
-            file = f"{folder}/{info}/entry_points.txt"
-            if os.path.exists(file):
-                with open(file, "rb") as text:
+        try:
+            files = os.listdir(folder)
+        except (FileNotFoundError, PermissionError):  # Python's imports pass over it too
+            continue
+        for info in (name for name in files if name.endswith("-info")):
+            try:
+                with open(f"{folder}/{info}/entry_points.txt", "rb") as text:
                     groups = re.findall(rb"^\[(accelerate\.[^]]+)\]", text.read(), re.MULTILINE)
-                names.update(group.decode() for group in groups)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
+                continue
+            names.update(group.decode() for group in groups)
     return frozenset(names)
 
 
