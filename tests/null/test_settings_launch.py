@@ -220,6 +220,7 @@ def test_a_contradiction_names_both_places(asks: Any, flags: dict[str, Any], wor
         ),
         (("none/train.py",), "there is no script none/train.py", ""),
         (("empty",), "empty is a folder without a __main__.py", "name the script inside it"),
+        (("x" * 300,), f"the script {'x' * 300} cannot be read", ""),  # nor in a folder that forbids it
     ],
 )
 def test_a_script_that_is_not_there(
@@ -229,6 +230,25 @@ def test_a_script_that_is_not_there(
     with pytest.raises(LaunchError) as error:
         check_request(asks(program=program))
     assert (error.value.what, error.value.fix) == (what, fix)
+
+
+def test_a_folder_that_may_not_be_listed_suggests_nothing(
+    asks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mode 0711: what lies in it can be read by name. Root may list everything."""
+    list_folder = os.listdir
+
+    def listdir(folder: Path | str = ".") -> list[str]:
+        if Path(folder) in (Path(), tmp_path):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return list_folder(folder)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    with pytest.raises(LaunchError, match=r"there is no script trian\.py") as error:
+        check_request(asks(program=("trian.py",)))
+    assert error.value.fix == ""
+    with pytest.raises(FileNotFoundError, match=r"there is no configuration file .*jbo\.yaml$"):
+        asks(config_file=str(tmp_path / "jbo.yaml"))
 
 
 def test_a_working_folder_that_was_deleted_is_said(

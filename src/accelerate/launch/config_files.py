@@ -118,6 +118,14 @@ def expand_home(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def list_names(folder: Path) -> list[str]:
+    """Return the names in a folder, for a suggestion; none where it may not be listed, or is not there."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
 def default_file() -> Path:
     """The file that is used when nobody names one.
 
@@ -194,10 +202,10 @@ class MissingConfigFileError(SettingError, FileNotFoundError):
 
 def _missing_file_error(path: Path) -> MissingConfigFileError:
     folder = path.parent
-    near = nearest(path.name, (file.name for file in folder.iterdir())) if folder.is_dir() else None
+    near = nearest(path.name, list_names(folder))
     return MissingConfigFileError(
         f"there is no configuration file {path}",
-        why="" if folder.is_dir() else f"there is no folder {folder}",
+        why="" if os.path.isdir(folder) else f"there is no folder {folder}",
         fix=f"did you mean {folder / near}?" if near else "",
     )
 

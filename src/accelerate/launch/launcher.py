@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import stat
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from itertools import combinations
@@ -18,6 +20,7 @@ from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError, nearest
 from accelerate.core.value_types import LocalCount, convert_to
 from accelerate.launch.base import LaunchKind, origin_variables, print_line, requested_options
+from accelerate.launch.config_files import list_names
 from accelerate.launch.job_scheduler import OUTER_LAUNCH_VARIABLE, overridden_lines
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.kinds.local import NO_RANK_VARIABLES
@@ -240,7 +243,8 @@ def _check_program(request: LaunchRequest) -> None:
     """Refuse a script that is not there; modules are looked for by the Python that runs them.
 
     Raises:
-        LaunchError: no script, or no such file; a similar name in its folder is suggested.
+        LaunchError: no script, one that may not be looked at, or no such file; a similar name in its folder
+            is suggested.
     """
     if not request.program:
         raise LaunchError(
@@ -251,12 +255,18 @@ def _check_program(request: LaunchRequest) -> None:
     if request.settings.module or request.settings.no_python or request.program[0] == STDIN:
         return
     script = Path(request.program[0])
-    if (script.exists() and not script.is_dir()) or (script / "__main__.py").is_file():
-        return
-    if script.is_dir():
+    try:
+        is_folder = stat.S_ISDIR(os.stat(script).st_mode)
+        if not is_folder or os.path.isfile(script / "__main__.py"):
+            return
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL character
+        is_folder = False
+    except OSError as error:
+        raise LaunchError(f"the script {script} cannot be read", why=error.strerror or str(error)) from error
+    if is_folder:
         raise LaunchError(f"{script} is a folder without a __main__.py", fix="name the script inside it")
     folder = script.parent
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise LaunchError(f"there is no script {script}", why=f"there is no folder {folder}")
     try:
         searched = folder.resolve()
@@ -269,6 +279,6 @@ def _check_program(request: LaunchRequest) -> None:
     fix = ""
     if re.fullmatch(r"python[\d.]*", script.name) and len(request.program) > 1:
         fix = f"leave out {script}: accelerate launch [flags] {request.program[1]}"
-    elif near := nearest(script.name, (file.name for file in folder.iterdir())):
+    elif near := nearest(script.name, list_names(folder)):
         fix = f"did you mean {folder / near}?"
     raise LaunchError(f"there is no script {script}", why=f"looked for it in {searched}", fix=fix)
