@@ -17,6 +17,7 @@ from accelerate import Accelerator, notebook_launcher
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
 from accelerate.launch.notebook import launchers, payload
 from accelerate.utils import PrepareForLaunch
+from tests.support import launch_plans
 
 LOCK = threading.Lock()
 
@@ -112,6 +113,27 @@ def test_a_tensor_with_a_graph_is_refused(tmp_path: Path) -> None:
 def test_a_wrong_argument_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         notebook_launcher(print, **options)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "meets"),
+    [("", ("127.0.0.1", 29511)), ("node-0:7", ("node-0", 7)), ("node-0", ("node-0", 29511))],
+)
+def test_an_endpoint_stands_for_address_and_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str, meets: tuple[str, int]
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    calls: list[list[Any]] = []
+    monkeypatch.setattr(
+        "accelerate.launch.notebook.launchers.call_on_machines",
+        lambda function, args, flags, **options: calls.append([*flags]),
+    )
+    notebook_launcher(print, num_processes=1, num_nodes=2, rdzv_endpoint=endpoint, use_port=29511)
+    words = [str(word) for word in calls[0]]
+    flags = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=False)}
+    endpoint_of_launch = launch_plans.meeting_point(launch_plans.request(**flags))
+    assert (endpoint_of_launch.host, endpoint_of_launch.port) == meets
 
 
 def test_no_gpu_is_one_process_in_this_one(monkeypatch: pytest.MonkeyPatch) -> None:

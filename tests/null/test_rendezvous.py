@@ -113,6 +113,10 @@ def test_a_range_in_a_file_needs_quotes(asks: Any) -> None:
             ["--rdzv_endpoint is other:29500", "--main_process_ip is 127.0.0.1"],
         ),
         (
+            {"num_machines": "2", "rdzv_endpoint": "127.0.0.1:7", "main_process_port": "8", **MEET},
+            ["--rdzv_endpoint is 127.0.0.1:7", "--main_process_port is 8"],
+        ),
+        (
             {"num_machines": "2", "main_process_ip": "192.0.2.1", "use_cpu": True},
             ["--main_process_ip is 192.0.2.1", "not this machine", "machine_rank is 0 (the default)"],
         ),
@@ -157,6 +161,8 @@ def test_where_machines_meet(asks: Any) -> None:
     assert meets(main_process_ip="a", rdzv_backend="c10d") == ("a", 29400)
     assert meets(rdzv_endpoint="a:7", rdzv_backend="c10d") == ("a", 7)
     assert meets(rdzv_endpoint="a", rdzv_backend="c10d") == ("a", 29400)
+    assert meets(rdzv_endpoint="a:7", main_process_ip="a") == ("a", 7)
+    assert meets(rdzv_endpoint="a", main_process_ip="a", main_process_port="7") == ("a", 7)
     assert meets(rdzv_endpoint="[::1]:7", rdzv_backend="c10d") == ("::1", 7)
     assert str(launch_plans.meeting_point(asks(num_machines="2", rdzv_endpoint="[::1]:7"))) == "[::1]:7"
     assert launch_plans.join_timeout(asks(rdzv_conf="join_timeout=5")) == 5

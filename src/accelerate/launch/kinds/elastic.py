@@ -276,12 +276,17 @@ def find_endpoint(request: LaunchRequest) -> RendezvousEndpoint:
     if options.rdzv_endpoint is None:
         return RendezvousEndpoint(job.main_process_ip or "", default, address.where)
     host, port = _split_endpoint(options.rdzv_endpoint, endpoint_origin.where)
-    # Where a scheduler would have them meet does not contradict what somebody wrote.
-    written = job.main_process_ip is not None and address.source != "scheduler"
-    both = options.rdzv_backend == STATIC and written
-    if both and (host != job.main_process_ip or port not in (None, job.main_process_port)):
+    # Where a scheduler would have them meet, or a default, does not contradict what somebody wrote.
+    main_port = request.origin("main_process_port")
+    ip_of_user, port_of_user = (
+        None if origin.source in ("default", "scheduler") else origin.value for origin in (address, main_port)
+    )
+    differs = address if host != ip_of_user else None
+    if differs is None and None not in (port, port_of_user) and port != port_of_user:
+        differs = main_port
+    if options.rdzv_backend == STATIC and ip_of_user is not None and differs is not None:
         raise SettingError(
-            f"{endpoint_origin.where} is {endpoint_origin.value}, but {address.where} is {address.value}",
+            f"{endpoint_origin.where} is {endpoint_origin.value}, but {differs.where} is {differs.value}",
             why="a static rendezvous meets at the address and port of rank 0",
             fix="keep one of them",
         )

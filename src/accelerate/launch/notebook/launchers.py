@@ -99,8 +99,8 @@ def notebook_launcher(
         flags = {
             "--num_processes": processes * num_nodes,
             "--num_machines": num_nodes,
-            "--main_process_ip": master_addr,
-            "--main_process_port": port,
+            **({} if rdzv_endpoint else {"--main_process_ip": master_addr}),
+            "--main_process_port": port,  # also of an endpoint that names a host alone
             "--rdzv_backend": rdzv_backend,
             "--max_restarts": max_restarts,
             "--monitor_interval": monitor_interval,
