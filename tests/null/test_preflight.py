@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from accelerate.core.errors import LaunchError
 from accelerate.launch.elastic import rendezvous
 from accelerate.launch.elastic.rendezvous import is_this_machine
-from accelerate.world import network
+from accelerate.world import control_tree, network
 from accelerate.world.network import (
     DEFAULT_PORT,
     find_interface,
@@ -198,6 +201,34 @@ def test_own_addresses() -> None:
     assert not is_this_machine("192.0.2.1")  # kept for documentation by RFC 5737: nobody has it
     assert find_local_address("no-such-host.invalid", 9) is None
     assert find_interface("192.0.2.1") is None
+
+
+@pytest.mark.parametrize("host", [".head", "head..cluster", "x" * 64])
+def test_what_is_no_name_has_no_address(host: str) -> None:
+    assert find_local_address(host, 9) is None
+    assert not is_this_machine(host)
+
+
+def test_a_kernel_without_ipv6_takes_the_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ipv6.disable=1``: files of hosts have ``::1 localhost`` all the same."""
+    create = socket.socket
+
+    def create_ipv4(family: int, *args: int) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return create(family, *args)
+
+    kind = (socket.SOCK_DGRAM, socket.IPPROTO_UDP, "")
+    infos = [(socket.AF_INET6, *kind, ("::1", 9, 0, 0)), (socket.AF_INET, *kind, ("127.0.0.1", 9))]
+
+    def resolve(host: str, port: int, family: int = 0, type: int = 0) -> list[Any]:
+        return [info for info in infos if family in (0, info[0])]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "socket", create_ipv4)
+    assert list(network.find_routes("localhost", 9)) == [("127.0.0.1", "127.0.0.1")]
+    store = SimpleNamespace(underlying_store=SimpleNamespace(host="localhost"))
+    assert control_tree._find_route(store, socket.AF_INET) == ("localhost", "127.0.0.1")
 
 
 def test_ranks_use_the_interface_of_the_route_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:

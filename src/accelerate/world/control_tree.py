@@ -296,10 +296,10 @@ class ControlTree:
             store: all ranks publish their addresses in it.
             check: called several times a second; raises if the wait for a rank or the store cannot end.
         """
-        store_host, host = _find_route(store.group_store)
-        token, self._children = secrets.token_hex(16), []
         is_dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual else socket.AF_INET
+        store_host, host = _find_route(store.group_store, socket.AF_UNSPEC if is_dual else family)
+        token, self._children = secrets.token_hex(16), []
         with (
             socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual) as listener,
             selectors.DefaultSelector() as selector,
@@ -364,15 +364,18 @@ class ControlTree:
         self._parent, self._children, self.is_open = None, [], False
 
 
-def _find_route(store: Any) -> tuple[str, str]:
-    """Return the host of the group's store, and the address of this machine on the route to it."""
+def _find_route(store: Any, family: int) -> tuple[str, str]:
+    """Return the host of the group's store, and the address of this machine on the route to it.
+
+    Names have addresses of IPv6 also for a kernel without it: the family is that of those to be taken.
+    """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host = str(getattr(store, "host", socket.gethostname()))
     try:
-        family, kind, _, _, target = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0]
-    except socket.gaierror:  # a store without a host, on a machine whose own name nobody knows
-        return LOOPBACK, LOOPBACK
-    with socket.socket(family, kind) as probe:
+        first_family, kind, _, _, target = socket.getaddrinfo(host, None, family, socket.SOCK_DGRAM)[0]
+    except (socket.gaierror, UnicodeError):
+        return LOOPBACK, LOOPBACK  # a store without a host, on a machine whose own name nobody knows
+    with socket.socket(first_family, kind) as probe:
         probe.connect((target[0], 9, *target[2:]))  # sends nothing
         return host, str(probe.getsockname()[0])

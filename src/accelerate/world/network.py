@@ -22,10 +22,16 @@ def find_routes(host: str, port: int) -> Iterator[tuple[str, str]]:
     """Yield (own address, address) for each address of a host that can be reached. Nothing is sent."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):  # UnicodeError: no name at all, such as "head..cluster"
         return
     for family, kind, protocol, _, target in infos:
-        with closing(socket.socket(family, kind, protocol)) as end:
+        try:
+            end = socket.socket(family, kind, protocol)
+        except OSError as error:
+            if error.errno == errno.EAFNOSUPPORT:  # names have IPv6 addresses also for a kernel without it
+                continue
+            raise
+        with end:
             if end.connect_ex(target) == 0:
                 yield str(end.getsockname()[0]), str(target[0])
 
