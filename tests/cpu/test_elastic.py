@@ -99,6 +99,20 @@ if rank == 1 and count == "0":
     assert result.survivors() == []
 
 
+def test_a_job_whose_folder_was_cleaned_away_starts_again() -> None:
+    """After some days in /tmp."""
+    script = f"""{TELL}
+if rank == 1 and count == "0":
+    import pathlib, shutil
+    folder = pathlib.Path(os.environ["ACCELERATE_STOP_FOLDER"])
+    shutil.rmtree(folder.parent if folder.name.startswith("attempt") else folder, ignore_errors=True)
+    os._exit(7)
+"""
+    result = launch("--cpu", "-n", "2", "--max_restarts", "1", script_text=script, env=ONE)
+    assert result.returncode == 0, result.output
+    assert result.stderr.endswith("; restart 1 of 1\n")
+
+
 def test_when_restarts_are_used_up_the_last_traceback_is_the_last_word() -> None:
     script = f"{TELL}\nif rank == 1: raise ValueError(f'no data, {{count}}')\ntime.sleep(60)"
     result = launch(*("--cpu", "-n", "2", "--max_restarts", "1"), script_text=script, env=ONE)

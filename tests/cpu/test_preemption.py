@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 import textwrap
@@ -15,7 +16,7 @@ import pytest
 
 from tests.support.command import Finished, Running, start
 from tests.support.long_run import LONG_RUN, long_run_param
-from tests.support.preemption import ARMED, WAITING, let_signals_differ
+from tests.support.preemption import ARMED, WAITING, let_launcher_look, let_signals_differ
 from tests.support.ranks import NO_LAUNCHER, RankServer
 from tests.support.scripts import run_to_exit
 from tests.support.watchdog import peer_store
@@ -309,6 +310,18 @@ def test_a_failing_job_does_not_wait_for_boundaries() -> None:
 
 
 WAITS = f"{ARMED}\nwhile not heard:\n    time.sleep(0.01)\n"
+
+
+def test_a_graceful_stop_is_remembered_when_its_folder_is_cleaned_away() -> None:
+    """After some days in /tmp. The save takes longer than ranks get that have announced nothing."""
+    text = f"print('folder', os.environ['ACCELERATE_STOP_FOLDER'], flush=True)\n{WAITS}"
+    running = ready(f"import os\n{text}time.sleep(1.5)\nsys.exit(75)", "--stop_timeout", "0.3")
+    let_launcher_look()
+    folder = next(line for line in running.text().splitlines() if line.startswith("folder "))
+    shutil.rmtree(folder.removeprefix("folder "))
+    running.signal(signal.SIGTERM)
+    result = running.wait(LONG)
+    assert result.returncode == 75, result.output
 
 
 def test_a_save_that_fails_is_a_failure() -> None:

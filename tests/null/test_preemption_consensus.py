@@ -462,8 +462,11 @@ def test_a_script_that_does_not_look_is_told(
 
 def test_ends_that_ask_for_another_start(tmp_path: Path) -> None:
     (tmp_path / "armed_7").write_text("75 15 10")
-    assert rank_reports.read_graceful_stop(tmp_path, 7) == GracefulStopRegistration(75, (15, 10))
-    assert rank_reports.read_graceful_stop(tmp_path, 8) is None
+    known: dict[int, GracefulStopRegistration] = {}
+    assert rank_reports.read_graceful_stop(tmp_path, 7, known) == GracefulStopRegistration(75, (15, 10))
+    assert rank_reports.read_graceful_stop(tmp_path, 8, known) is None
+    (tmp_path / "armed_7").unlink()  # by those who clean up
+    assert rank_reports.read_graceful_stop(tmp_path, 7, known) == GracefulStopRegistration(75, (15, 10))
     good, again = ProcessExit(0, 0, 1, False), ProcessExit(1, 75, 2, False, resumable=True)
     error = rank_reports.build_job_error(JobOutcome([good, again]), tmp_path)
     assert error is not None
@@ -483,16 +486,28 @@ def test_ends_that_ask_for_another_start(tmp_path: Path) -> None:
 
 
 def test_leaving_with_that_code_is_no_failure(tmp_path: Path) -> None:
-    (tmp_path / "armed_7").write_text("75 15")
-    assert not rank_reports.has_traceback(tmp_path, 0, 7)
+    armed = GracefulStopRegistration(75, (15,))
+    assert not rank_reports.has_traceback(tmp_path, 0, armed)
     for said, failed in (
         ("5 75 own sys.exit(75)\n", False),
         ("5 1 own ValueError: x\n", True),
         ("", True),
     ):
         rank_reports.rank_file(tmp_path, 0, "error").write_text(said)
-        assert rank_reports.has_traceback(tmp_path, 0, 7) is failed
-        assert rank_reports.has_traceback(tmp_path, 0, 8)
+        assert rank_reports.has_traceback(tmp_path, 0, armed) is failed
+        assert rank_reports.has_traceback(tmp_path, 0, None)
+
+
+def test_the_folder_of_ranks_is_kept_from_those_who_clean_up() -> None:
+    """``systemd-tmpfiles`` passes over a folder that it cannot lock."""
+    import fcntl
+
+    with rank_reports.report_folder() as folder:
+        cleaner = os.open(folder, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(cleaner)
+    assert not folder.exists()
 
 
 def test_preemption_works_where_few_signals_exist(monkeypatch: pytest.MonkeyPatch) -> None:

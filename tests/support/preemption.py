@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from accelerate.launch.supervisor import REPEAT_SECONDS
+from accelerate.launch.supervisor import POLL_SECONDS, REPEAT_SECONDS
 
 # The beginning of a script, which has two functions then.
 WAITING = '''
@@ -32,6 +32,11 @@ signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
 Path(os.environ["ACCELERATE_STOP_FOLDER"], f"armed_{os.getpid()}").write_text(f"75 {signal.SIGTERM:d}")
 print("ready", rank, flush=True)
 """
+
+
+def let_launcher_look() -> None:
+    """Wait until the launcher has looked at what its ranks have left for it."""
+    time.sleep(2 * POLL_SECONDS)
 
 
 def let_signals_differ() -> None:

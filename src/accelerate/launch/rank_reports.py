@@ -5,6 +5,7 @@ The error of a failed job says which rank failed first, and its whole traceback 
 
 from __future__ import annotations
 
+import errno
 import marshal
 import os
 import signal
@@ -194,27 +195,50 @@ def report_folder() -> Iterator[Path]:
             "no folder for temporary files can be made", why=str(error), fix="set TMPDIR to one with space"
         ) from error
     with temporary_folder as name:
-        yield Path(name)
+        if sys.platform == "win32":
+            yield Path(name)
+            return
+        import fcntl
+
+        descriptor = os.open(name, os.O_RDONLY)
+        try:
+            # systemd-tmpfiles, which removes what is ten days old, passes over a locked folder.
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):  # NFS without locks
+                raise
+        try:
+            yield Path(name)
+        finally:
+            os.close(descriptor)
 
 
-def read_graceful_stop(folder: Path, pid: int) -> GracefulStopRegistration | None:
+def read_graceful_stop(
+    folder: Path, pid: int, known: dict[int, GracefulStopRegistration]
+) -> GracefulStopRegistration | None:
     """Read the graceful stop that a process has announced in ``folder``; None without one.
 
     The other side is ``world/preemption.py``, which gets the folder as ``ACCELERATE_STOP_FOLDER``.
+
+    Args:
+        folder: where it was announced.
+        pid: the process.
+        known: what was read before, by process, which is kept here: the announcement is made once, and
+            folders for temporary files are cleaned after some days.
     """
     file = folder / f"armed_{pid}"
-    if not file.is_file():
-        return None
-    code, *signals = map(int, file.read_text(encoding="utf-8").split())
-    return GracefulStopRegistration(code, tuple(signals))
+    if file.is_file():
+        code, *signals = map(int, file.read_text(encoding="utf-8").split())
+        known[pid] = GracefulStopRegistration(code, tuple(signals))
+    return known.get(pid)
 
 
-def has_traceback(folder: Path, rank: int, pid: int) -> bool:
+def has_traceback(folder: Path, rank: int, graceful_stop: GracefulStopRegistration | None) -> bool:
     """Return whether a rank has reported a failure; exiting with the resume code is none."""
     file = rank_file(folder, rank, "error")
     if not file.is_file():
         return False
-    graceful_stop, failure = read_graceful_stop(folder, pid), read_error_file(folder, rank)
+    failure = read_error_file(folder, rank)
     return graceful_stop is None or failure is None or failure.code != graceful_stop.code
 
 

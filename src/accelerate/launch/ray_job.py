@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -151,16 +150,15 @@ class RayJob:
             LaunchError: Ray does not place the processes, or a rank failed.
         """
         self._connect()
-        with tempfile.TemporaryDirectory(prefix="accelerate-") as folder:
-            _, _, error = self._run(flags, program, variables, None, Path(folder))
+        with rank_reports.report_folder() as folder:
+            _, _, error = self._run(flags, program, variables, None, folder)
         if error is not None:
             raise error
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], variables: Variables) -> list[Any]:
         """Call ``function(*args)`` and return the results by rank; see ``launch``."""
         self._connect()
-        with tempfile.TemporaryDirectory(prefix="accelerate-") as name:
-            folder = Path(name)
+        with rank_reports.report_folder() as folder:
             payload.write_payload(folder / "parcel", function, args)
             parcel = (folder / "parcel").read_bytes()
             flags = ("--tee", "3", "--max_restarts", str(self.max_restarts))

@@ -8,10 +8,8 @@ import queue
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import IO, Any
 
 import accelerate.device as devices
@@ -19,7 +17,7 @@ from accelerate.core import environ
 from accelerate.launch.base import Variables
 from accelerate.launch.job_scheduler import OUTER_LAUNCH_VARIABLE
 from accelerate.launch.logs import read_lines
-from accelerate.launch.rank_reports import RANK_SCRIPT
+from accelerate.launch.rank_reports import RANK_SCRIPT, report_folder
 from accelerate.launch.supervisor import GuardProcess
 from accelerate.world.network import ReservedPort
 
@@ -73,14 +71,13 @@ class RayWorker:
             variables: of its environment.
             parcel: a function to call, as ``payload.write_payload`` has it.
         """
-        with tempfile.TemporaryDirectory(prefix="accelerate-") as name, GuardProcess(STOP_TIMEOUT) as guard:
-            folder = Path(name)
+        with report_folder() as folder, GuardProcess(STOP_TIMEOUT) as guard:
             # No file of this machine says more than the flags do.
             (folder / "settings.yaml").write_text("{}\n", encoding="utf-8")
             own_flags = ("--config_file", f"{folder}/settings.yaml", "--stop_timeout", "3")
             if parcel is not None:
                 (folder / "parcel").write_bytes(parcel)
-                program = (RANK_SCRIPT, "function", str(folder / "parcel"), name)
+                program = (RANK_SCRIPT, "function", str(folder / "parcel"), str(folder))
             surrounding = dict.fromkeys(key for key in environ.snapshot() if _SURROUNDING.fullmatch(key))
             own: Variables = {
                 "ACCELERATE_ERROR_FILE": folder / "error",

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -94,6 +94,7 @@ class WorkerSupervisor:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.alive: dict[int, subprocess.Popen[bytes]] = {}
         self.outcome = JobOutcome()
+        self.read_graceful_stop = partial(read_graceful_stop, folder, known={})
         self.stop_at: float | None = None
         self.kill_at: float | None = None
         self.hint_at: float | None = None
@@ -161,7 +162,7 @@ class WorkerSupervisor:
             if code is None:
                 continue
             del self.alive[rank]
-            stop_requested, armed = self.kill_at is not None, read_graceful_stop(self.folder, process.pid)
+            stop_requested, armed = self.kill_at is not None, self.read_graceful_stop(process.pid)
             resumable = code != 0 and armed is not None and code == armed.code
             self.outcome.exits.append(ProcessExit(rank, code, time.monotonic_ns(), stop_requested, resumable))
             if code == 0:
@@ -173,7 +174,8 @@ class WorkerSupervisor:
         """Move on from running to stopping to killing when its time has come."""
         now = time.monotonic()
         if self.stop_at is None and any(
-            has_traceback(self.folder, rank, process.pid) for rank, process in self.alive.items()
+            has_traceback(self.folder, rank, self.read_graceful_stop(process.pid))
+            for rank, process in self.alive.items()
         ):
             self.stop_at = now + max(LINGER_SECONDS, self.stop_timeout)
         is_ending = self.is_aborting or (self.kill_at is not None and not self.outcome.stopped_gracefully)
@@ -208,7 +210,7 @@ class WorkerSupervisor:
 
     def _stop_gracefully(self, number: int) -> bool:
         """Pass a signal on to ranks that all stop by themselves on it, and give them time; whether so."""
-        graceful_stops = [read_graceful_stop(self.folder, process.pid) for process in self.alive.values()]
+        graceful_stops = [self.read_graceful_stop(process.pid) for process in self.alive.values()]
         if not graceful_stops or not all(
             armed is not None and number in armed.signals for armed in graceful_stops
         ):
@@ -222,7 +224,7 @@ class WorkerSupervisor:
         """The job fails. Ranks that would take the question for the end of a good job are not asked."""
         self.is_aborting = True
         ranks = self.alive.values()
-        unasked = [process for process in ranks if read_graceful_stop(self.folder, process.pid)]
+        unasked = [process for process in ranks if self.read_graceful_stop(process.pid)]
         _send_signal(os.kill, unasked, signal.SIGKILL)
         self._ask_to_stop(os.kill, signal.SIGTERM, self.stop_timeout)
 
@@ -337,13 +339,15 @@ class AttemptRunner:
     Attributes:
         request: what was asked.
         logs: where the output goes.
-        folder: for what the processes leave; each attempt has its own inside.
+        folders: holds the folder of the attempt, and removes it at the end.
+        folder: for what the processes of the attempt leave.
         guard, signals: of the launcher.
         count: how many attempts there were.
     """
 
     request: LaunchRequest
     logs: RankLogSettings
+    folders: ExitStack
     folder: Path
     guard: GuardProcess
     signals: SignalAndChildExitWaiter
@@ -370,9 +374,10 @@ class AttemptRunner:
         Returns:
             the supervisor with the outcome, and the error that says how the attempt failed.
         """
-        folder = self.folder / f"attempt_{self.count}"
-        folder.mkdir()
-        self.count += 1
+        if self.count:  # a fresh one: somebody may have cleaned up since the last attempt began
+            self.folders.close()
+            self.folder = self.folders.enter_context(report_folder())
+        self.count, folder = self.count + 1, self.folder
         if len(variables) > 1:
             write_compiled_script(self.request, folder)
         settings = self.request.settings
@@ -394,11 +399,12 @@ class AttemptRunner:
 def open_attempts(request: LaunchRequest, logs: RankLogSettings) -> Iterator[AttemptRunner]:
     """Provide the runner of the attempts of a job, of which nothing is left afterwards."""
     with (
-        report_folder() as folder,
+        ExitStack() as folders,
         GuardProcess(request.settings.stop_timeout) as guard,
         SignalAndChildExitWaiter() as signals,
     ):
-        yield AttemptRunner(request, logs, folder, guard, signals)
+        folder = folders.enter_context(report_folder())
+        yield AttemptRunner(request, logs, folders, folder, guard, signals)
 
 
 def describe_failure(error: RankError) -> str:

@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
@@ -86,16 +85,15 @@ class FunctionLauncher:
             KeyboardInterrupt: it was interrupted; no rank is left.
         """
         with (
-            tempfile.TemporaryDirectory(prefix="accelerate-") as name,
+            rank_reports.report_folder() as parcel_folder,
             reserve_port(self.port, partial(print, flush=True)) as port,
         ):
-            parcel = self._write_parcel(function, args, Path(name))
+            parcel = self._write_parcel(function, args, parcel_folder)
             for attempt in range(self.max_restarts + 1):
-                folder = Path(name, str(attempt))
-                folder.mkdir()
-                error = self._run_attempt((function, args), parcel, folder, port.number, attempt)
-                if error is None:
-                    return list(read_results(folder, self.processes))
+                with rank_reports.report_folder() as folder:
+                    error = self._run_attempt((function, args), parcel, folder, port.number, attempt)
+                    if error is None:
+                        return list(read_results(folder, self.processes))
                 if attempt == self.max_restarts or not isinstance(error, FunctionError):
                     raise error
                 print(f"{error.what}; starting all again ({attempt + 1} of {self.max_restarts})", flush=True)
@@ -190,13 +188,12 @@ def call_on_machines(
         FunctionError: it failed, or the machines did not meet; what the launcher said is printed.
         KeyboardInterrupt: the cell was interrupted.
     """
-    with tempfile.TemporaryDirectory(prefix="accelerate-") as name:
-        folder = Path(name)
+    with rank_reports.report_folder() as folder:
         payload.write_payload(folder / "parcel", function, args)
         # No file of the user's says more than this call does.
         (folder / "settings.yaml").write_text("{}\n", encoding="utf-8")
-        own_flags = ("--config_file", f"{name}/settings.yaml", "--stop_timeout", STOP_TIMEOUT)
-        script = (rank_reports.RANK_SCRIPT, "function", f"{name}/parcel", name)
+        own_flags = ("--config_file", f"{folder}/settings.yaml", "--stop_timeout", STOP_TIMEOUT)
+        script = (rank_reports.RANK_SCRIPT, "function", f"{folder}/parcel", str(folder))
         program = map(str, (sys.executable, "-m", "accelerate", "launch", *own_flags, *flags, *script))
         env = environ.make_child_environment({**variables, OUTER_LAUNCH_VARIABLE: None})
         logs = RankLogSettings("3", None, prefix=lambda rank: "")
