@@ -95,6 +95,28 @@ def test_an_uneven_number_is_left_to_mpirun(folder: Path) -> None:
     assert "ppr:" not in " ".join(planned(num_processes="3").commands[0].program)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "flags", "expected", "most"),
+    [
+        ("a slots=2\nb slots=6\n", {}, "-np 8 -x", 6),
+        ("a\nb slots=3\n", {}, "-np 4 -x", 3),
+        ("a slots=2\nb slots=6\n", {"num_processes": "4"}, "-np 4 --map-by ppr:2:node", 2),
+        ("a slots=2\nb slots=6\n", {"nproc_per_node": "3"}, "-np 6 --map-by ppr:3:node", 3),
+        ("a\nb\n", {"num_processes": "6"}, "-np 6 --map-by ppr:3:node", 3),
+    ],
+)
+def test_machines_with_other_numbers_of_slots_get_so_many_processes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, hosts: str, flags: dict[str, str], expected: str, most: int
+) -> None:
+    """An equal number for all would be too many for some: Open MPI refuses it, MPICH crowds a machine."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("accelerate.launch.kinds.local.count_cores", lambda machine: 60)
+    (folder / "hosts").write_text(hosts)
+    plan = planned(**flags)
+    assert expected in " ".join(plan.commands[0].program)
+    assert plan.variables["OMP_NUM_THREADS"] == 60 // most
+
+
 def test_the_forms_of_a_file_of_machines(folder: Path) -> None:
     (folder / "hosts").write_text("a:2\nb slots=3\nc # spare\n")
     assert launch_plans.hosts_of(asked()) == [("a", 2), ("b", 3), ("c", None)]

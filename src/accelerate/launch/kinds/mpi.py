@@ -148,14 +148,14 @@ class MpiLaunch(LaunchKind[MPILaunchPlan]):
         size = _count_processes(request, hosts)
         path, family = find_mpirun()
         machine = DeviceProbeHost()
-        each = -(-size // len(hosts))
-        allocation = LaunchDeviceSelection(select_devices(request, machine).device, 0, None, each)
+        most = _equal_share(request, hosts, size) or _largest_share(hosts, size)
+        allocation = LaunchDeviceSelection(select_devices(request, machine).device, 0, None, most)
         variables = {
             **shared_variables(request, allocation, machine),
             **_rendezvous_variables(request, hosts),
         }
         if "OMP_NUM_THREADS" not in variables and environ.get("OMP_NUM_THREADS") is None:
-            variables["OMP_NUM_THREADS"] = max(1, count_cores(machine) // each)
+            variables["OMP_NUM_THREADS"] = max(1, count_cores(machine) // most)
         command = mpirun_command(request, path, family, hosts, size, variables)
         return MPILaunchPlan(
             kind=self.name,
@@ -282,6 +282,19 @@ def _count_processes(request: LaunchRequest, hosts: HostSlots) -> int:
     return total.value
 
 
+def _equal_share(request: LaunchRequest, hosts: HostSlots, size: int) -> int | None:
+    """Return the number of processes of each machine; None where mpirun spreads them by the file's slots."""
+    share, rest = divmod(size, len(hosts))
+    is_requested = isinstance(request.origin("nproc_per_node").value, int)
+    slots = {count or 1 for count in hosts.values()}
+    return share if not rest and (is_requested or len(slots) == 1 or share <= min(slots)) else None
+
+
+def _largest_share(hosts: HostSlots, size: int) -> int:
+    """Return how many processes a machine runs at most where mpirun fills the slots of one after another."""
+    return max(-(-size // len(hosts)), min(size, max(count or 1 for count in hosts.values())))
+
+
 def _rendezvous_variables(request: LaunchRequest, hosts: HostSlots) -> dict[str, object | None]:
     """Return MASTER_ADDR and MASTER_PORT: the first machine of the file, and a port of this job's own.
 
@@ -319,8 +332,8 @@ def mpirun_command(
     command = [path, *(family.root_flags if os.geteuid() == 0 else ()), *family.fixed_flags]
     command += [family.hostfile_flag, str(expand_home(request.get("mpirun_hostfile")))]
     command += ["-np", str(size)]
-    if size % len(hosts) == 0:
-        command += [flag.format(each=size // len(hosts)) for flag in family.per_machine_flags]
+    if each := _equal_share(request, hosts, size):
+        command += [flag.format(each=each) for flag in family.per_machine_flags]
     forwarded = {k: v for k, v in environ.snapshot().items() if FORWARDED_VARIABLES.fullmatch(k)}
     for name, value in sorted({**forwarded, **variables}.items()):
         if value is not None and family.variable_flag:
