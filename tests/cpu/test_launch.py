@@ -339,6 +339,14 @@ def test_a_program_that_is_no_python() -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_a_pipe_of_a_shell_script_breaks(count: str) -> None:
+    """Python ignores SIGPIPE, and a shell cannot undo what it inherits."""
+    pipe = "while :; do echo endless; done | head -n 1"
+    result = launch("--no_python", "--cpu", "-n", count, "bash", "-c", pipe, timeout=20)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "endless\n" * int(count), "")
+
+
 def test_a_shell_script_without_an_interpreter_line_is_told_to_name_one(tmp_path: Path) -> None:
     program = tmp_path / "train.sh"
     program.write_text("echo started\n")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 from accelerate.core import environ
 from accelerate.device import DeviceProbeHost, count_cores
@@ -291,7 +291,21 @@ def replace_process(request: LaunchRequest, env: dict[str, str]) -> None:
             while True:
                 with suppress(KeyboardInterrupt):  # the script hears of it too, and ends when it wants to
                     sys.exit(process.wait())
-        os.execvpe(program[0], program, env)
+        exec_program(program, env)
+
+
+def exec_program(program: tuple[str, ...], env: Mapping[str, str]) -> NoReturn:
+    """Replace this process by a program, found on the PATH.
+
+    Python ignores some signals, and a program inherits that: a shell's pipes would never break.
+    ``subprocess`` restores them for the programs that it starts.
+    """
+    import signal
+
+    for name in ("SIGPIPE", "SIGXFSZ", "SIGXFZ"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    os.execvpe(program[0], program, env)
 
 
 PLUGIN = LocalLaunch()

@@ -23,7 +23,7 @@ from accelerate.device import DeviceProbeHost, count_cores
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables, explain_start_error
 from accelerate.launch.config_files import expand_home
 from accelerate.launch.device_selection import LaunchDeviceSelection, select_devices, unused_type
-from accelerate.launch.kinds.local import NO_RANK_VARIABLES, script_command, shared_variables
+from accelerate.launch.kinds.local import NO_RANK_VARIABLES, exec_program, script_command, shared_variables
 from accelerate.launch.launch_request import MULTI_MACHINE, LaunchRequest
 from accelerate.world.network import DEFAULT_PORT, JOB_PORT_COUNT, ReservedPort
 
@@ -188,7 +188,7 @@ class MpiLaunch(LaunchKind[MPILaunchPlan]):
         env = environ.make_child_environment(plan.variables)
         with explain_start_error(command[0]):
             if replace:
-                os.execve(command[0], command, env)
+                exec_program(command, env)
             code = subprocess.run(command, env=env, check=False).returncode
         if code:
             from accelerate.launch.rank_reports import code_text, shell_code
