@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -117,6 +118,25 @@ def test_rounding_keeps_the_length_of_a_bar() -> None:
     assert sum(second.count(sign) for sign in bar_charts.SIGNS) == bar_charts.WIDTH
     assert sum(first.count(sign) for sign in bar_charts.SIGNS) == round(bar_charts.WIDTH / 7)
     assert bar_charts.draw_bars({}) == "  "
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "latin-1", "ascii", "utf-8"])
+def test_a_chart_shows_what_stdout_can_show(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    """A file or a pipe on Windows has no lines of boxes."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding, write_through=True))
+    bar_charts.print_chart(estimate.create_ascii_table(["a"], [["模"]], "t"))
+    bar_charts.print_chart(bar_charts.draw_bars({"one": {"weights": 1}}))
+    table, bars = written.getvalue().decode(encoding).split("one")
+    if encoding == "utf-8":
+        assert "┌" in table
+        assert "模" in table
+        assert "█ weights" in bars
+    else:
+        assert table.splitlines()[0].startswith("+-")
+        assert r"\u6a21" in table
+        assert "@@@" in bars
+        assert "@ weights" in bars
 
 
 def test_a_picture_is_drawn(cli: Run, tmp_path: Path) -> None:

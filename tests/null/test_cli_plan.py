@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -72,6 +73,17 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Run:
         return SimpleNamespace(code=code, out=captured.out, err=captured.err, found=found)
 
     return call
+
+
+def test_a_stdout_without_lines_of_boxes_costs_no_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file or a pipe on Windows."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "cp1252", write_through=True))
+    assert run(["plan", str(folder), "--gpus", "2x1GB", "--write", str(tmp_path / "out.yaml")]) == 0
+    assert (tmp_path / "out.yaml").is_file()
+    assert b"+----" in written.getvalue()
 
 
 # ---------------------------------------------------------------- facts and sums

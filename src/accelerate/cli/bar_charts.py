@@ -7,13 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.core.errors import MissingExtraError, SettingError
+from accelerate.core.tables import encodable
 from accelerate.core.units import show_bytes
 
 WIDTH = 60  # columns of the longest bar, where a line of LINE columns has room for it
 LINE = 100
 # Signs, so that bars can be read without colours; colours, so that they are read at a glance.
 SIGNS = "█▓▒░#"
+# In their place where stdout has no such characters: a file or a pipe on Windows, or LC_ALL=en_US.ISO-8859-1.
+_PLAIN = str.maketrans({**dict.fromkeys("┌┐├┤┬┼└┴┘", "+"), **dict(zip("─│█▓▒░", "-|@=:.", strict=True))})
 COLOURS = ("blue", "cyan", "yellow", "magenta", "green")
+
+
+def print_chart(text: str) -> None:
+    """Print a table or bars, with signs and lines that stdout can show."""
+    import click
+
+    click.echo(text if encodable(text) == text else encodable(text.translate(_PLAIN)))
 
 
 def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from accelerate.cli.bar_charts import create_ascii_table, draw_bars, plot_bars, size_text
+from accelerate.cli.bar_charts import create_ascii_table, draw_bars, plot_bars, print_chart, size_text
 from accelerate.cli.main import WordListCommand, command_parser, flag_spellings
 from accelerate.core.errors import MissingExtraError
 from accelerate.core.units import ProgressBar, show_count
@@ -204,7 +204,7 @@ def _print_tables(
         most = max(row["training"].values())
         sizes = [size_text(row["largest_layer"]), size_text(row["total"])]
         cells.append([row["dtype"], *sizes, size_text(most) if most >= 0 else "N/A"])
-    click.echo(create_ascii_table(headers, cells, f"Memory Usage for loading `{facts.name}`"))
+    print_chart(create_ascii_table(headers, cells, f"Memory Usage for loading `{facts.name}`"))
     click.echo(f"{facts.kind}, {show_count(facts.parameters)} parameters.")
     for note in notes:
         click.echo(note)
@@ -214,9 +214,9 @@ def _print_tables(
         return
     titles = ["weights in", *sums.PARTS, "total"]
     lines = [[bill.training.title, *map(size_text, [*bill.parts.values(), bill.total])] for bill in bills]
-    click.echo(create_ascii_table(titles, lines, _training_title(bills[0].training)))
+    print_chart(create_ascii_table(titles, lines, _training_title(bills[0].training)))
     click.echo("")
-    click.echo(draw_bars({bill.training.title: bill.parts for bill in bills}, colour=sys.stdout.isatty()))
+    print_chart(draw_bars({bill.training.title: bill.parts for bill in bills}, colour=sys.stdout.isatty()))
     for bill in bills:
         for note in bill.notes:
             click.echo(f"{bill.training.title}: {note}.")
@@ -233,7 +233,7 @@ def _print_rule_table(rows: list[dict[str, Any]]) -> None:
         [row["dtype"], *map(size_text, row["training"].values()), size_text(max(row["training"].values()))]
         for row in trained
     ]
-    click.echo(create_ascii_table(headers, lines, "Training with Adam, batch size 1, activations left out"))
+    print_chart(create_ascii_table(headers, lines, "Training with Adam, batch size 1, activations left out"))
     click.echo("--training counts a training part by part: optimizer, activations, devices.")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelerate.cli.bar_charts import LINE, create_ascii_table, draw_bars, plot_bars
+from accelerate.cli.bar_charts import LINE, create_ascii_table, draw_bars, plot_bars, print_chart
 from accelerate.cli.main import flag_spellings
 from accelerate.core.errors import SettingError
 from accelerate.core.units import show_count, show_decimal_bytes
@@ -161,10 +161,10 @@ def print_layouts(
     wide = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     cells = [[*row[:3], *(cell.rjust(w) for cell, w in zip(row[3:], wide[3:], strict=True))] for row in rows]
     devices = f"each of {cluster.count} devices" if cluster.count > 1 else "the device"
-    click.echo(create_ascii_table(["", "", "fits", *_COLUMNS], cells, f"What {devices} holds, in GB"))
+    print_chart(create_ascii_table(["", "", "fits", *_COLUMNS], cells, f"What {devices} holds, in GB"))
     click.echo("")
     bars = {layout.name: layout.estimate.parts for layout in layouts}
-    click.echo(draw_bars(bars, colour=sys.stdout.isatty(), show=show_decimal_bytes))
+    print_chart(draw_bars(bars, colour=sys.stdout.isatty(), show=show_decimal_bytes))
     for note in _notes(layouts, cluster):
         click.echo(_wrap(f"note: {note}."))
 
