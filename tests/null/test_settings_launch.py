@@ -547,6 +547,18 @@ def test_a_slow_console_gets_the_last_lines(monkeypatch: pytest.MonkeyPatch) -> 
         ]
 
 
+def test_a_console_in_non_blocking_mode_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that waits for its stdin sets it, for all who share the terminal."""
+    console, logs = PipedConsole(monkeypatch), RankLogSettings("1", None)
+    os.set_blocking(console.stream.fileno(), False)
+    process = subprocess.Popen(["seq", "90000"], stdout=subprocess.PIPE)
+    logs.read(0, process)
+    time.sleep(0.2)
+    console.read()
+    assert logs.finish()
+    assert console.close() == "".join(f"[rank 0] {n}\n" for n in range(1, 90001))
+
+
 def test_the_wait_for_a_console_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python flushes the console at its end: nothing that is left behind may hold its lock."""
     console, logs = PipedConsole(monkeypatch), RankLogSettings("1", None)

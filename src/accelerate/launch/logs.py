@@ -268,9 +268,12 @@ class OutputSink:
         if file is not None:
             # Around the console's buffer. A thread that waits in there for a slow console holds a lock of
             # which Python, at its end, makes a fatal error.
-            self._stream.flush()
+            _flush(self._stream, file)
             while content:  # a file that gets full takes a part
-                content = content[file.write(content) :]
+                count = file.write(content)
+                if count is None:  # in non-blocking mode, which every process that shares a terminal may set
+                    _wait_writable(file)
+                content = content[count or 0 :]
         elif hasattr(self._stream, "buffer"):
             self._stream.buffer.write(content)
             self._stream.flush()
@@ -284,6 +287,25 @@ def _find_raw_file(stream: Any) -> RawIOBase | None:
     buffer = getattr(stream, "buffer", None)
     layers = (getattr(buffer, "raw", None), buffer, stream)
     return next((layer for layer in layers if isinstance(layer, RawIOBase)), None)
+
+
+def _flush(stream: Any, file: RawIOBase) -> None:
+    """Write what a stream has in its buffer to the file below it, however long that takes."""
+    while True:
+        try:
+            stream.flush()
+            return
+        except BlockingIOError:  # noqa: PERF203 - a console may be full again and again
+            _wait_writable(file)
+
+
+def _wait_writable(file: RawIOBase) -> None:
+    """Wait until a file in non-blocking mode takes more, or nobody reads it any more."""
+    import select
+
+    poll = select.poll()
+    poll.register(file, select.POLLOUT)
+    poll.poll()
 
 
 def _drop_console(console: TextIO, other: TextIO) -> None:
