@@ -25,6 +25,7 @@ from accelerate import Accelerator
 from accelerate.checkpoint.file_access import CheckpointNotFoundError
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.launch import rank_reports
+from accelerate.launch.accelerate_rank import RankErrorFile
 from accelerate.launch.rank_reports import GracefulStopRegistration, JobOutcome, ProcessExit
 from accelerate.utils import PreemptionKwargs, ProjectConfiguration
 from accelerate.world import preemption as stops
@@ -496,6 +497,36 @@ def test_leaving_with_that_code_is_no_failure(tmp_path: Path) -> None:
         rank_reports.rank_file(tmp_path, 0, "error").write_text(said)
         assert rank_reports.has_traceback(tmp_path, 0, armed) is failed
         assert rank_reports.has_traceback(tmp_path, 0, None)
+
+
+def test_the_report_of_a_rank_is_seen_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty one would count as a failure, also of a rank that stops to be resumed."""
+    file, seen = rank_reports.rank_file(tmp_path, 0, "error"), list[bool]()
+
+    class WatchedError(ValueError):
+        def __str__(self) -> str:
+            seen.append(file.exists())
+            return "no data"
+
+    RankErrorFile(str(file)).write_exception(WatchedError, WatchedError(), None)
+    assert seen
+    assert not any(seen)
+    report = rank_reports.read_error_file(tmp_path, 0)
+    assert report is not None
+    assert (report.code, report.summary) == (1, "WatchedError: no data")
+    assert report.text.endswith("WatchedError: no data\n")
+    stop = SystemExit("full")
+    RankErrorFile(str(file)).write_exit(stop)
+    report = rank_reports.read_error_file(tmp_path, 0)
+    assert report is not None
+    assert (report.code, report.summary, report.text, stop.code) == (1, "full", "full\n", 1)
+    # The folder is gone, and the launcher with it.
+    nowhere, stop = RankErrorFile(str(tmp_path / "gone" / "rank_0.error")), SystemExit("full")
+    nowhere.write_exit(stop)
+    assert stop.code == "full"
+    assert capsys.readouterr().err == ""
+    nowhere.write_exception(WatchedError, WatchedError(), None)
+    assert capsys.readouterr().err.endswith("WatchedError: no data\n")
 
 
 def test_the_folder_of_ranks_is_kept_from_those_who_clean_up() -> None:

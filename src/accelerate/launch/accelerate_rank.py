@@ -20,6 +20,7 @@ import time
 
 TYPE_CHECKING = False  # `typing` would be more to load than all the rest
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import CodeType, TracebackType
     from typing import TextIO
 
@@ -133,21 +134,30 @@ class RankErrorFile:
     def __init__(self, path: str) -> None:
         self.path, self.launcher, self.rank = path, os.getppid(), os.getpid()
 
-    def open_file(self, code: int, summary: str, error: BaseException) -> "TextIO | None":
-        """The file to write to, its first line written; None when nobody would read it."""
+    def write(
+        self, code: int, summary: str, error: BaseException, print_text: "Callable[[TextIO], object]"
+    ) -> bool:
+        """Write a line about the failure, and what ``print_text`` prints; the launcher sees the whole file.
+
+        Returns:
+            False when it cannot be written, or nobody would read it.
+        """
         # A process forked from this one inherits the hook; its errors are not the rank's.
         if os.getppid() != self.launcher or os.getpid() != self.rank:
-            return None
-        try:
-            file = open(self.path, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-        except OSError:
-            return None
+            return False
         # Only errors of this package know; where it is not loaded there are none.
         errors = sys.modules.get("accelerate.core.errors")
         failed_rank = None if errors is None else errors.find_failed_rank(error)
         origin = "own" if failed_rank is None else failed_rank
-        file.write(f"{time.monotonic_ns()} {code} {origin} {summary}\n")
-        return file
+        draft = f"{self.path}.draft"
+        try:
+            with open(draft, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(f"{time.monotonic_ns()} {code} {origin} {summary}\n")
+                print_text(file)
+            os.replace(draft, self.path)
+        except OSError:
+            return False
+        return True
 
     def write_exception(
         self, kind: type[BaseException], error: BaseException, trace: "TracebackType | None"
@@ -160,15 +170,17 @@ class RankErrorFile:
         errors = sys.modules.get("accelerate.core.errors")
         trace = trace if errors is None else errors.trim_traceback(error, trace)
         error = error.with_traceback(trace)
-        file = self.open_file(1, f"{kind.__name__}: {error}".split("\n")[0], error)
-        stderr = sys.stderr
-        sys.stderr = file or stderr
-        try:
-            sys.__excepthook__(kind, error, trace)
-        finally:
-            sys.stderr = stderr
-            if file is not None:
-                file.close()
+
+        def print_exception(file: "TextIO | None") -> None:
+            stderr = sys.stderr
+            sys.stderr = file
+            try:
+                sys.__excepthook__(kind, error, trace)
+            finally:
+                sys.stderr = stderr
+
+        if not self.write(1, f"{kind.__name__}: {error}".split("\n")[0], error, print_exception):
+            print_exception(sys.stderr)
 
     def write_exit(self, stop: SystemExit) -> None:
         """Keep the message of ``sys.exit("message")``, and of ``sys.exit(3)`` that it was called."""
@@ -177,8 +189,6 @@ class RankErrorFile:
         text = "" if isinstance(stop.code, int) else f"{stop.code}\n"
         # True and members of an IntEnum are whole numbers that are not written as such.
         code = int(stop.code) if isinstance(stop.code, int) else 1
-        file = self.open_file(code, text.split("\n")[0] or f"sys.exit({code})", stop)
-        if file is not None:
-            with file:
-                file.write(text)
+        summary = text.split("\n")[0] or f"sys.exit({code})"
+        if self.write(code, summary, stop, lambda file: file.write(text)):
             stop.code = code

@@ -243,7 +243,7 @@ def has_traceback(folder: Path, rank: int, graceful_stop: GracefulStopRegistrati
 
 
 def read_error_file(folder: Path, rank: int) -> RankFailure | None:
-    """Read what ``accelerate_rank.RankErrorFile`` wrote; None without it, or if it was killed meanwhile."""
+    """Read what ``accelerate_rank.RankErrorFile`` wrote; None without it."""
     file = rank_file(folder, rank, "error")
     if not file.is_file():
         return None

@@ -17,8 +17,9 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import IO, Any, cast
@@ -125,10 +126,11 @@ class ExceptionHook:
     def _write_traceback(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        file = self.error_file.open_file(1, f"{kind.__name__}: {error}".split("\n")[0], error)
         # Not by the interpreter's own hook: it looks for lines in files only, and a cell is in none.
-        with file or nullcontext(sys.stderr) as place:
-            traceback.print_exception(kind, error, trace, file=place)
+        print_exception = partial(traceback.print_exception, kind, error, trace)
+        summary = f"{kind.__name__}: {error}".split("\n")[0]
+        if not self.error_file.write(1, summary, error, lambda file: print_exception(file=file)):
+            print_exception(file=sys.stderr)
 
 
 @dataclass
