@@ -480,6 +480,29 @@ def test_a_machine_that_ends_well_after_all_is_not_waited_for(
     assert waits == {0: 0.75, 1: 0.75}
 
 
+def test_a_machine_that_has_ended_asks_little_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may work for an hour, and every machine asks machine 0."""
+    store, now, waits = dist.HashStore(), [0.0], list[float]()  # pyright: ignore[reportPrivateImportUsage]
+    monkeypatch.setattr(rendezvous_agent, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class PassingLauncher(ScriptedLauncher):
+        def read_messages(self, seconds: float) -> list[dict[str, Any]]:
+            waits.append(seconds)
+            now[0] += seconds
+            if now[0] > 100:
+                store.add("done", 1)
+            return super().read_messages(seconds)
+
+    job = {"monitor_interval": 0.1, "machine_timeout": 999.0, "least": 2, "most": 2, "hostname": "host"}
+    launcher: Any = PassingLauncher([(0, ENDED_WELL)], 0)
+    info = rendezvous.RendezvousInfo(store, 0, 2, "")
+    agent = rendezvous_agent.AttemptCoordinator(launcher, cast("Any", None), info, {}, job)
+    assert agent.run() == {"kind": "done", "code": 0}
+    assert waits[1] == rendezvous_agent.POLL_SECONDS
+    assert max(waits) <= rendezvous_agent.HEARTBEAT_SECONDS, "the others wait for its signs of life"
+    assert len(waits) < 200
+
+
 def test_machines_that_are_lost_at_once_are_not_waited_for() -> None:
     """Of four machines two are left, which start again."""
 

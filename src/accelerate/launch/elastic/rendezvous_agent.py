@@ -42,7 +42,7 @@ from accelerate.world.network import find_rank_interface
 HEARTBEAT_SECONDS = 1.0  # seconds between signs of life
 LEAVE_SECONDS = 5.0  # seconds that machines stay for others to hear the last verdict
 RESOLVE_SECONDS = 60.0  # seconds that the name of machine 0 may take to exist
-POLL_SECONDS = 0.02  # seconds between looks when this machine has nothing left to do
+POLL_SECONDS = 0.02  # seconds between looks when this machine has nothing left to do; they become fewer
 
 Message = dict[str, Any]
 
@@ -85,6 +85,7 @@ class AttemptCoordinator:
 
     Attributes:
         local_result: how the processes here ended, None before.
+        ended_at: when that was, in s of this clock.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class AttemptCoordinator:
     ) -> None:
         self.launcher, self.rendezvous_handler = launcher, rendezvous_handler
         self.info, self.world, self.job = info, world, job
-        self.store, self.local_result = info.store, None
+        self.store, self.local_result, self.ended_at = info.store, None, 0.0
         self.heartbeat_count, self.last_heartbeat = 0, 0.0
         self.heartbeat_interval = min(HEARTBEAT_SECONDS, job["machine_timeout"] / 4)
         self.claim = 0  # which machine this one is, of those where a process failed, by when they said so
@@ -128,7 +129,9 @@ class AttemptCoordinator:
             while True:
                 # The signs of life of all machines, and how long a verdict can be read, do not wait for more.
                 interval = min(self.job["monitor_interval"], self.heartbeat_interval)
-                self._read_launcher(POLL_SECONDS if self.local_result or self.claim else interval)
+                if self.local_result is not None:
+                    interval = self._growing_pause(self.ended_at)
+                self._read_launcher(POLL_SECONDS if self.claim else interval)
                 self._decide_first_failure()
                 verdict = self._read_verdict() or self._check_heartbeats()
                 if verdict is not None:
@@ -136,10 +139,17 @@ class AttemptCoordinator:
         except (DistError, RendezvousConnectionError) as error:
             return self._lost_store_verdict(str(error.__cause__ or error).splitlines()[0])
 
+    def _growing_pause(self, since: float) -> float:
+        """Return the seconds until the next look at the store: a tenth of the wait so far.
+
+        All machines that have ended wait so for the last one, and the store is one thread on machine 0.
+        """
+        return min(self.heartbeat_interval, max(POLL_SECONDS, (time.monotonic() - since) / 10))
+
     def _read_launcher(self, seconds: float, *, judge: bool = True) -> None:
         for message in self.launcher.read_messages(seconds):
             if message["event"] == "ended":
-                self.local_result = message
+                self.local_result, self.ended_at = message, time.monotonic()
             if judge:
                 self._report_local_event(message)
 
@@ -254,6 +264,7 @@ class AttemptCoordinator:
         Returns:
             The verdict on a machine that was lost meanwhile, if there was none on another one before.
         """
+        began = time.monotonic()
         self._count_stopped(self.info.machine_rank)
         expected = self.info.machine_count - (verdict["kind"] == "lost")
         while self.store.add("stopped", 0) < expected:
@@ -262,7 +273,7 @@ class AttemptCoordinator:
                 return lost_verdict
             if lost_verdict is not None and lost_verdict["lost"] != verdict["lost"]:
                 self._count_stopped(lost_verdict["lost"])  # several were lost at once
-            time.sleep(POLL_SECONDS)
+            time.sleep(self._growing_pause(began))
         return None
 
     def _count_stopped(self, machine: int) -> None:
