@@ -283,12 +283,6 @@ class BatchSender:
 
     def send(self, rank: int, block: torch.Tensor) -> None:
         """Send ``rank`` its next batch."""
-        if rank not in self._active_ranks:
-            raise PrepareError(
-                f"rank {rank} had no part of an earlier batch, and there are more batches",
-                why="a batch in the middle of an epoch has fewer samples than there are processes",
-                fix="use even_batches=True, which fills it",
-            )
         sent = self._pending[rank]
         while len(sent) >= _MAX_PENDING:
             wait(sent.popleft().work, f"for rank {rank} to take its next batch")
