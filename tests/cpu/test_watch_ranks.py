@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import PartialState
 from accelerate.logging import get_logger
@@ -126,6 +129,48 @@ def test_a_model_that_ranks_share_ends_the_search_with_the_size_to_start_with(
             # A rank that looks after another one has ended with the verdict reports that one.
             assert outcome.kind in ("CollectiveError", "PeerError"), outcome.message
             assert "find_executable_batch_size" in outcome.message
+
+
+class Numbers(IterableDataset[torch.Tensor]):
+    """A stream, which rank 0 reads for all."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(72.0).view(-1, 1))
+
+
+def leave_others_behind_in_a_stream() -> list[Any]:
+    """Rank 1 runs out of memory in its third batch, while the others wait for it in backward."""
+    from accelerate import Accelerator
+
+    speed_up_watchdog()
+    accelerator = Accelerator(cpu=True)
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> int:
+        tried.append(batch_size)
+        model, seen = torch.nn.Linear(1, 1), 0
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model, optimizer, loader = accelerator.prepare(
+            model, optimizer, DataLoader(Numbers(), batch_size=batch_size)
+        )
+        for number, batch in enumerate(loader):
+            if batch_size > 6 and accelerator.process_index == 1 and number == 2:
+                raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += len(batch)
+        return seen
+
+    return [train(), tried, accelerator.gather(torch.ones(1)).tolist()]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_read_a_stream_leave_the_attempt_too(ranks: RankServer, world: int) -> None:
+    """Each attempt that ends so has another process group, and so have its batches."""
+    seen, tried, ones = same_on_all(ranks(world, leave_others_behind_in_a_stream))
+    assert (seen, tried, ones) == (72 // world, [8, 7, 6], [1.0] * world)
 
 
 def record_attempts() -> list[Any]:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from accelerate.core.errors import CollectiveError, PeerError, PrepareError
 from accelerate.world import collective, watchdog
 from accelerate.world import world as worlds
+from accelerate.world.call_site import waits_for_ranks
 
 # Kinds of messages.
 DATA, GROW, END, LEFT, ERROR = range(1, 6)
@@ -214,15 +215,25 @@ def channel() -> BatchChannel:
     global _channel
     default_group = dist.group.WORLD
     if _channel is None or _channel.default_group is not default_group:
-        world = worlds.current()
-        timeout = None if world is None else world.timeout
-        group: Any = dist.new_group(backend="gloo", timeout=timeout)
-        if (watch := watchdog.current()) is not None:
-            watch.processes.announce_opening(watch.size, group.group_name)
-        _channel = BatchChannel(group, default_group)
+        _channel = BatchChannel(_open_group(), default_group)
         worlds.add_close_action(_close_channel)
         atexit.register(_close_channel)  # runs before the group is closed, since that was registered earlier
     return _channel
+
+
+@waits_for_ranks("the first batch of a dispatched loader")
+def _open_group() -> Any:
+    """Open the group for batches, which torch does not know: the default one may be replaced beside it."""
+    world, watch = worlds.current(), watchdog.current()
+    timeout = None if world is None else world.timeout
+    if watch is None or watch.group is not dist.group.WORLD:
+        return dist.new_group(backend="gloo", timeout=timeout)
+    name = f"batches/{worlds.group_number()}"
+    store = dist.distributed_c10d.PrefixStore(name, watch.store.store)
+    limit = timeout or dist.distributed_c10d.default_pg_timeout
+    group = dist.ProcessGroupGloo(store, watch.rank, watch.size, limit)
+    watch.processes.announce_opening(watch.size, name)
+    return group
 
 
 def _close_channel() -> None:

@@ -171,6 +171,11 @@ def is_open() -> bool:
     return _current is not None and not _current.is_closed
 
 
+def group_number() -> int:
+    """Return how many process groups were opened after the first one of this process; alike on all ranks."""
+    return _group_count
+
+
 def get_rank_info() -> tuple[int, int, int]:
     """Return (rank, local rank, world size), also before the world is open.
 
