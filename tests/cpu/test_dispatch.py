@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -313,6 +314,22 @@ def test_loops_may_be_left_nested_and_held_open(ranks: RankServer) -> None:
             [4 + 2 * rank, 5 + 2 * rank],
         ]
     assert threads == [], "no thread of ours is left"
+
+
+def left_often() -> list[int]:
+    """Return the number of messages that are kept after many loops."""
+    accelerator = accelerator_of()
+    loader = accelerator.prepare(DataLoader(Stream(range(40)), batch_size=1))
+    for _ in range(50):
+        next(iter(loader))
+    whole = sum(1 for _ in loader)
+    return [whole, sum(type(each).__name__ == "_PendingTransfer" for each in gc.get_objects())]
+
+
+def test_loops_that_are_left_keep_no_messages(ranks: RankServer) -> None:
+    for whole, kept in ranks(3, left_often):
+        assert whole == 14
+        assert kept <= 12
 
 
 def left_by_rank_0() -> str:

@@ -18,8 +18,8 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -141,7 +141,8 @@ def unpack(block: torch.Tensor) -> Any:
 class _PendingTransfer(NamedTuple):
     """A message in flight: gloo reads or writes its buffer until the transfer ends.
 
-    Wait for its work only once: a second wait would wait for another message.
+    Wait for its work only once: a second wait would wait for another message. A wait that times out closes
+    the connection.
     """
 
     work: Any
@@ -149,7 +150,8 @@ class _PendingTransfer(NamedTuple):
 
     def finish(self) -> None:
         """Wait until the message of a loop that was left is delivered."""
-        wait(self.work, "for a loop that was left")
+        with _explain_lost_peer("for a loop that was left"):
+            self.work.wait()
 
 
 @dataclass
@@ -161,9 +163,9 @@ class BatchChannel:
         default_group: the default process group that was open when it was created.
         loop_number: number of the next loop over a dispatched loader; equal on all ranks.
         open_loops: loops that rank 0 has not left.
-        pending: what is in flight of loops that were left: by the loop; on rank 0 by the loop that was the
-            next one then, whose first message tells the others.
-        unread_notices: LEFT messages to ranks that have most likely left too and never receive them.
+        pending: what is in flight of loops that were left, on rank 0 by the loop that was the next one then,
+            whose first message tells the others; on those the receivers of loops that have not ended.
+        notices: LEFT messages, in the same way. A rank that has left the loop, too, receives them then.
     """
 
     group: Any
@@ -173,29 +175,34 @@ class BatchChannel:
     pending: dict[int, list[_PendingTransfer | BatchReceiver]] = field(
         default_factory=lambda: dict[int, list["_PendingTransfer | BatchReceiver"]]()
     )
-    unread_notices: list[_PendingTransfer] = field(default_factory=lambda: list[_PendingTransfer]())
+    notices: dict[int, list[_PendingTransfer]] = field(
+        default_factory=lambda: dict[int, list[_PendingTransfer]]()
+    )
 
     def release(self, before: int, open_loops: Iterable[int] = ()) -> None:
-        """Finish and free what is in flight of loops before ``before`` that both sides have left."""
+        """Finish and free what is in flight of loops before ``before`` that rank 0 has left."""
         for loop_number in [number for number in self.pending if number < before]:
             if loop_number not in open_loops:
-                for item in self.pending.pop(loop_number):
+                for item in (*self.pending.pop(loop_number), *self.notices.pop(loop_number, ())):
                     item.finish()
 
     def flush(self) -> None:
         """Wait at exit for messages in flight that other ranks still need."""
         if not hasattr(sys, "last_value"):
-            _await_delivery([item for loop in self.pending.values() for item in loop])
+            pending = [item for loop in self.pending.values() for item in loop]
+            _await_delivery(
+                [item.finish if isinstance(item, _PendingTransfer) else item.take_next for item in pending]
+            )
             self.pending.clear()
 
 
-def _await_delivery(items: Sequence[_PendingTransfer | BatchReceiver]) -> None:
+def _await_delivery(waits: Sequence[Callable[[], None]]) -> None:
     """Wait until messages are delivered, but not for a rank that has gone on, or failed, and takes none."""
 
     def wait_all() -> None:
-        for item in items:
+        for wait in waits:
             with suppress(CollectiveError):  # no rank is left that needs the message
-                item.finish()
+                wait()
 
     thread = threading.Thread(target=wait_all, daemon=True)
     thread.start()
@@ -244,14 +251,15 @@ def _close_channel() -> None:
         left.flush()
 
 
-def wait(work: Any, what: str) -> None:
-    """Wait until a message is delivered.
+@contextmanager
+def _explain_lost_peer(what: str) -> Generator[None]:
+    """Wait inside of the block until a message is delivered.
 
     Raises:
         PeerError: the other side is gone, or did not come within the group's timeout.
     """
     try:
-        work.wait()
+        yield
     except RuntimeError as error:
         raise PeerError(
             f"rank {collective.rank()} waited in vain {what}",
@@ -296,7 +304,8 @@ class BatchSender:
         """Send ``rank`` its next batch."""
         sent = self._pending[rank]
         while len(sent) >= _MAX_PENDING:
-            wait(sent.popleft().work, f"for rank {rank} to take its next batch")
+            with _explain_lost_peer(f"for rank {rank} to take its next batch"):
+                sent.popleft().work.wait()
         self._pending[rank] += self._post(rank, block)
 
     def end(self, rank: int) -> None:
@@ -317,13 +326,14 @@ class BatchSender:
         rest = [item for sent in self._pending.values() for item in sent]
         for sent in self._pending.values():
             sent.clear()
-        _await_delivery(rest)
+        _await_delivery([item.finish for item in rest])
 
     def close(self) -> None:
         """Close the loop, complete or left."""
+        notices = self.channel.notices.setdefault(self.channel.loop_number, [])
         for rank in sorted(self._active_ranks):
             with suppress(CollectiveError):  # it has left the loop before, and ended
-                self.channel.unread_notices += self._post(rank, self._pack(LEFT, None))
+                notices += self._post(rank, self._pack(LEFT, None))
         self._active_ranks.clear()
         self.channel.open_loops.discard(self.loop_number)
         pending = self.channel.pending.setdefault(self.channel.loop_number, [])
@@ -359,7 +369,10 @@ class BatchReceiver:
         self.channel = channel()
         self.loop_number, self.loader_id, self.name, self.pin = self.channel.loop_number, loader_id, name, pin
         self.channel.loop_number += 1
+        self.channel.pending[self.loop_number] = [self]
         self._buffer_size = _MIN_BUFFER
+        self._taken: deque[tuple[int, int, torch.Tensor]] = deque()  # before the loop asks for them
+        self._is_closed = False
         self._pending: _PendingTransfer | None = None
         self._post(self._buffer_size)
 
@@ -372,18 +385,15 @@ class BatchReceiver:
         Raises:
             CollectiveError: rank 0 left the loop, failed, is gone, or iterates another loader.
         """
-        if self._pending is None:
+        if self._pending is None and not self._taken:
             raise StopIteration
-        kind, loader_id, block = self._receive()
+        kind, loader_id, block = self._taken.popleft() if self._taken else self._receive()
         if loader_id != self.loader_id:
             raise CollectiveError(
                 f"rank 0 iterates another loader than rank {collective.rank()}, which iterates {self.name}",
                 why="under dispatch_batches=True every loop takes its batches from rank 0's loop",
                 fix="iterate the same loaders in the same order on all ranks",
             )
-        if kind == DATA:
-            self._buffer_size = max(self._buffer_size, _buffer_size(len(block)))
-            self._post(self._buffer_size)
         open_loops, value = unpack(block)
         self.channel.release(self.loop_number, open_loops)
         if kind == DATA:
@@ -407,12 +417,18 @@ class BatchReceiver:
         """Receive the next message; return its kind, the id of its loader and its bytes without padding."""
         assert self._pending is not None
         work, block = self._pending
-        wait(work, f"for a batch of {self.name} from rank 0")
+        with _explain_lost_peer(f"for a batch of {self.name} from rank 0"):
+            work.wait()
         self._pending = None
         kind, size, _, loader_id = block[:_HEADER_SIZE].view(torch.int64).tolist()
         if kind == GROW:
             self._post(size)
             return self._receive()
+        if kind == DATA and loader_id == self.loader_id:
+            self._buffer_size = max(self._buffer_size, _buffer_size(size))
+            self._post(self._buffer_size)
+        else:  # nothing follows
+            self.channel.pending.pop(self.loop_number, None)
         return kind, loader_id, block[:size]
 
     def _post(self, buffer_size: int) -> None:
@@ -420,13 +436,24 @@ class BatchReceiver:
         self._pending = _PendingTransfer(self.channel.group.recv([block], 0, self.loop_number), block)
 
     def close(self) -> None:
-        """Close the loop; keep the buffer that rank 0 may still write into."""
-        if self._pending is not None:
-            self.channel.pending[self.loop_number] = [self]
+        """Close the loop; the channel keeps the buffer that rank 0 may still write into."""
+        self._is_closed = True
+        self._taken.clear()
 
     def finish(self) -> None:
-        """Take the message that rank 0 sent before it left the loop, and the one that it may announce."""
-        self._receive()
+        """Take all that rank 0 sent before it left the loop: up to the message that says so.
+
+        An iterator that is alive here, and not on rank 0, may ask for it later.
+        """
+        while self._pending is not None:
+            message = self._receive()
+            if not self._is_closed:
+                self._taken.append(message)
+
+    def take_next(self) -> None:
+        """Take the message that is in flight in a loop that was left, and the one that it may announce."""
+        if self._is_closed:
+            self._receive()
 
 
 def _make_portable(error: BaseException | None) -> tuple[BaseException | None, str]:
