@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from accelerate.core.errors import CollectiveError, PrepareError, SettingError
 from tests.support.command import launch
 from tests.support.ranks import RankServer, same_on_all
+from tests.support.watchdog import record_early_hints
 
 
 class Stream(IterableDataset[Any]):
@@ -330,6 +331,28 @@ def test_loops_that_are_left_keep_no_messages(ranks: RankServer) -> None:
     for whole, kept in ranks(3, left_often):
         assert whole == 14
         assert kept <= 12
+
+
+def slow_read() -> list[str]:
+    """Return the hints of a loop in which rank 0 reads for a while."""
+    hints = record_early_hints()
+    accelerator = accelerator_of()
+
+    def items() -> Iterator[int]:
+        yield from range(8)
+        time.sleep(2)
+        yield from range(8)
+
+    assert sum(1 for _ in accelerator.prepare(DataLoader(Stream(items()), batch_size=1))) == 8
+    return hints
+
+
+def test_ranks_that_wait_for_a_batch_say_where_rank_0_is(ranks: RankServer) -> None:
+    first, second = ranks(2, slow_read)
+    assert not first
+    assert " in a transfer of a batch from rank 0 at test_dispatch.py:" in second[0]
+    assert ": rank 0 is at test_dispatch.py:" in second[0]
+    assert "time.sleep(2)" in second[0], "its stack"
 
 
 def left_by_rank_0() -> str:

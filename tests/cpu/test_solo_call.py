@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accelerate.core.errors import AccelerateError, CheckpointError, CollectiveError
 from tests.support.ranks import RanksError, RankServer, same_on_all
@@ -290,6 +291,52 @@ def test_the_main_process_saves_while_others_wait_in_a_group_of_the_user(
     ranks(3, while_others_wait_in_a_group_of_the_user, str(tmp_path / "c"), timeout=20)
     assert "random_states_1.pkl" not in os.listdir(tmp_path / "c")
     assert "random_states_2.pkl" in os.listdir(tmp_path / "c-joint")
+
+
+class Numbers(IterableDataset[torch.Tensor]):
+    """A stream, which the main process reads for all."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(128.0).view(-1, 1))
+
+
+def in_a_loop_over_a_stream(folder: str) -> float:
+    """Return the seconds of the longest save.
+
+    In the next micro-batch the gradients are not reduced, so the other ranks wait for data alone.
+    """
+    from accelerate import Accelerator
+
+    accelerator, longest = Accelerator(cpu=True, gradient_accumulation_steps=2), 0.0
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Numbers(), batch_size=2))
+    for number, batch in enumerate(loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        began = time.monotonic()
+        if number == 5 and accelerator.is_main_process:
+            accelerator.save_state(f"{folder}/alone")
+        if number == 8 and accelerator.is_main_process:
+            time.sleep(1.5)  # the others wait for it, and come to the next save when they have their batch
+        if number == 9:
+            accelerator.save_state(f"{folder}/joint")
+        if number == 13 and accelerator.is_main_process:
+            accelerator.save_model(model, f"{folder}/model")
+        longest = max(longest, time.monotonic() - began)
+    return longest
+
+
+def test_ranks_that_wait_for_its_next_batch_do_not_hold_up_the_main_process(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    longest = ranks(2, in_a_loop_over_a_stream, str(tmp_path), timeout=60)
+    assert max(longest) < 8, "it does not wait until they have stood still for ten seconds"
+    assert "random_states_1.pkl" not in os.listdir(tmp_path / "alone")
+    assert "random_states_1.pkl" in os.listdir(tmp_path / "joint")
+    assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
 AT_THE_END = """

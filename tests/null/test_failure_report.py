@@ -66,6 +66,16 @@ def test_what_is_not_certain_is_no_mismatch(other: RankStatus) -> None:
     assert find_deadlock(0, 2, {0: IN_SAVE}) is None
 
 
+def test_a_message_of_rank_0_may_be_on_its_way() -> None:
+    """Whoever waits for it is in no collective, however many it has begun; it waits for rank 0 alone."""
+    place = "a transfer of a batch from rank 0 at train.py:9"
+    reading = RankStatus(exchanges=2, inside=place, calls=5, waits=True, awaited=(0, 1, 2))
+    for me in (0, 1):
+        assert find_deadlock(me, 2, {0: IN_SAVE, 1: reading}) is None
+    assert find_deadlock(1, 3, {0: WORKING, 1: reading, 2: ENDED}) is None
+    assert split_by_progress(1, 3, {0: WORKING, 1: reading, 2: IN_BACKWARD}) == ([0], [2])
+
+
 @pytest.mark.parametrize("me", [0, 1])
 def test_stages_of_a_pipeline_wait_for_a_slow_rank(me: int) -> None:
     """They make different numbers of collectives: a rank that computes may free both."""

@@ -7,8 +7,9 @@ messages. The connections of a rank that was killed break, so its neighbours giv
 A save may be a call of all ranks, or of rank 0 alone: ``if accelerator.is_main_process: save_state(...)``.
 Each rank that makes such a call says so in the store. Rank 0 waits for the others. A rank that does not come
 is elsewhere once it has begun a collective that rank 0 has not begun: the all-reduce of the next backward, or
-a collective of this package. Collectives of the user's own groups are not counted: there a rank is elsewhere
-once all that do not come have waited for some seconds. Then rank 0 goes on alone.
+a collective of this package; or once it waits for a batch that rank 0 reads and has not sent. Collectives of
+the user's own groups are not counted: there a rank is elsewhere once all that do not come have waited for
+some seconds. Then rank 0 goes on alone.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class BatchChannel:
         group: the group of processes.
         default_group: the default process group that was open when it was created.
         loop_number: number of the next loop over a dispatched loader; equal on all ranks.
-        open_loops: loops that rank 0 has not left.
+        open_loops: loops that rank 0 has not left, and how many messages it has sent to each rank in them.
         pending: what is in flight of loops that were left, on rank 0 by the loop that was the next one then,
             whose first message tells the others; on those the receivers of loops that have not ended.
         notices: LEFT messages, in the same way. A rank that has left the loop, too, receives them then.
@@ -171,7 +171,7 @@ class BatchChannel:
     group: Any
     default_group: Any
     loop_number: int = 0
-    open_loops: set[int] = field(default_factory=lambda: set[int]())
+    open_loops: dict[int, dict[int, int]] = field(default_factory=lambda: dict[int, dict[int, int]]())
     pending: dict[int, list[_PendingTransfer | BatchReceiver]] = field(
         default_factory=lambda: dict[int, list["_PendingTransfer | BatchReceiver"]]()
     )
@@ -194,6 +194,11 @@ class BatchChannel:
                 [item.finish if isinstance(item, _PendingTransfer) else item.take_next for item in pending]
             )
             self.pending.clear()
+
+    def owes(self, rank: int, loop_number: int, message: int) -> bool:
+        """Return whether rank 0, this process, has not sent ``rank`` the message of that number in a loop."""
+        sent = self.open_loops.get(loop_number)
+        return loop_number >= self.loop_number or (sent is not None and sent[rank] < message)
 
 
 def _await_delivery(waits: Sequence[Callable[[], None]]) -> None:
@@ -223,6 +228,8 @@ def channel() -> BatchChannel:
     default_group = dist.group.WORLD
     if _channel is None or _channel.default_group is not default_group:
         _channel = BatchChannel(_open_group(), default_group)
+        if (watch := watchdog.current()) is not None and watch.rank == 0:
+            watch.peers.owes_message = _owes_message
         worlds.add_close_action(_close_channel)
         atexit.register(_close_channel)  # runs before the group is closed, since that was registered earlier
     return _channel
@@ -241,6 +248,14 @@ def _open_group() -> Any:
     group = dist.ProcessGroupGloo(store, watch.rank, watch.size, limit)
     watch.processes.announce_opening(watch.size, name)
     return group
+
+
+def _owes_message(rank: int, message: Sequence[int]) -> bool:
+    """Return whether ``rank`` waits for a message that rank 0, this process, has not sent."""
+    group_number, loop_number, number = message
+    if _channel is None or group_number != worlds.group_number():
+        return False
+    return _channel.owes(rank, loop_number, number)
 
 
 def _close_channel() -> None:
@@ -287,8 +302,8 @@ class BatchSender:
         self.channel.loop_number += 1
         # Ranks finish a loop that was left when the first message of a later one tells them.
         self.channel.release(self.loop_number)
-        self.channel.open_loops.add(self.loop_number)
         ranks = range(1, collective.world_size())
+        self._sent = self.channel.open_loops[self.loop_number] = dict.fromkeys(ranks, 0)
         self._buffer_size = dict.fromkeys(ranks, _MIN_BUFFER)
         self._pending = {rank: deque[_PendingTransfer]() for rank in ranks}
         self._active_ranks = set(ranks)
@@ -335,7 +350,7 @@ class BatchSender:
             with suppress(CollectiveError):  # it has left the loop before, and ended
                 notices += self._post(rank, self._pack(LEFT, None))
         self._active_ranks.clear()
-        self.channel.open_loops.discard(self.loop_number)
+        self.channel.open_loops.pop(self.loop_number, None)
         pending = self.channel.pending.setdefault(self.channel.loop_number, [])
         pending += [item for sent in self._pending.values() for item in sent]
 
@@ -345,6 +360,7 @@ class BatchSender:
         if size > self._buffer_size[rank]:
             blocks.insert(0, _pack_header(GROW, size, 0, self.loader_id))
         self._buffer_size[rank] = max(self._buffer_size[rank], _buffer_size(size))
+        self._sent[rank] += len(blocks)
         try:
             return [
                 _PendingTransfer(self.channel.group.send([item], rank, self.loop_number), item)
@@ -370,7 +386,7 @@ class BatchReceiver:
         self.loop_number, self.loader_id, self.name, self.pin = self.channel.loop_number, loader_id, name, pin
         self.channel.loop_number += 1
         self.channel.pending[self.loop_number] = [self]
-        self._buffer_size = _MIN_BUFFER
+        self._buffer_size, self._received = _MIN_BUFFER, 0
         self._taken: deque[tuple[int, int, torch.Tensor]] = deque()  # before the loop asks for them
         self._is_closed = False
         self._pending: _PendingTransfer | None = None
@@ -413,12 +429,21 @@ class BatchReceiver:
             raise cause
         raise error from cause
 
+    @waits_for_ranks("a transfer of a batch from rank 0")
     def _receive(self) -> tuple[int, int, torch.Tensor]:
         """Receive the next message; return its kind, the id of its loader and its bytes without padding."""
         assert self._pending is not None
         work, block = self._pending
-        with _explain_lost_peer(f"for a batch of {self.name} from rank 0"):
-            work.wait()
+        watch = watchdog.current()
+        self._received += 1
+        if watch is not None:
+            watch.peers.awaited_message = worlds.group_number(), self.loop_number, self._received
+        try:
+            with _explain_lost_peer(f"for a batch of {self.name} from rank 0"):
+                work.wait()
+        finally:
+            if watch is not None:
+                watch.peers.awaited_message = ()
         self._pending = None
         kind, size, _, loader_id = block[:_HEADER_SIZE].view(torch.int64).tolist()
         if kind == GROW:

@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import dropwhile
@@ -57,6 +57,8 @@ class PeerStatuses:
     Attributes:
         seen: the last status of each other rank that this one has read.
         window: the ranks that it watched at the last poll.
+        awaited_message: the message of rank 0 that this rank waits for, see ``RankStatus``; empty outside.
+        owes_message: on rank 0, where it sends any: returns whether it has not sent a rank such a message.
     """
 
     def __init__(self, store: StoreClient, rank: int, size: int, poll_interval: float) -> None:
@@ -64,6 +66,8 @@ class PeerStatuses:
         self.seen: dict[int, RankStatus] = {}
         small = range(size if size <= LARGE_WORLD else 0)
         self.window: Sequence[int] = [each for each in small if each != rank]
+        self.awaited_message: tuple[int, ...] = ()
+        self.owes_message: Callable[[int, Sequence[int]], bool] | None = None
         self._published: RankStatus | None = None
         self._polls = 0
         self._alarm_time: float | None = None
@@ -86,6 +90,11 @@ class PeerStatuses:
     def describe(self, ranks: Sequence[int]) -> str:
         """Return where other ranks are, in words."""
         return "; ".join(describe_ranks(ranks, self.read(ranks)))
+
+    def owes(self, rank: int, status: RankStatus) -> bool:
+        """Return whether another rank waits for a message that this one has not sent."""
+        is_owed = self.owes_message
+        return bool(is_owed is not None and status.awaited and is_owed(rank, status.awaited))
 
     def read_all(self) -> dict[int, RankStatus]:
         """Return the statuses of all other ranks; in a large world after ``claim``."""

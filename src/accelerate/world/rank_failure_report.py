@@ -35,6 +35,8 @@ class RankStatus:
         waits: that call does nothing but communicate; a forward or backward may also compute.
         at: the line of user code it executes.
         ended: it makes no more collectives.
+        awaited: the message of rank 0 that it waits for, which is no collective: the number of its default
+            process group, of the loop over data, and of the message in it; empty outside.
     """
 
     exchanges: int
@@ -44,6 +46,7 @@ class RankStatus:
     at: str = ""
     ended: bool = False
     waits: bool = False
+    awaited: Sequence[int] = ()
 
     @property
     def place(self) -> str:
@@ -151,7 +154,8 @@ def find_deadlock(me: int, size: int, positions: Mapping[int, RankStatus]) -> Fa
     A rank that has left an attempt waits for others that are interrupted.
     """
     status = positions[me]
-    all_wait = all(other.place or other.ended for other in positions.values())
+    # A message may be on its way, and ends the wait for it.
+    all_wait = all((each.place and not each.awaited) or each.ended for each in positions.values())
     for rank, other in positions.items():
         if rank == me:
             continue
@@ -160,7 +164,7 @@ def find_deadlock(me: int, size: int, positions: Mapping[int, RankStatus]) -> Fa
                 return _unreached_report(me, size, positions, status.doing)
             if other.inside and other.calls > status.calls and all_wait and not status.has_departed:
                 return deadlock_report(me, size, positions)
-        if status.inside and status.calls > other.calls:
+        if status.inside and not status.awaited and status.calls > other.calls:
             if other.ended and other.exchanges <= status.exchanges:
                 return _unreached_report(me, size, positions, status.inside)
             if other.doing and other.exchanges > status.exchanges and all_wait and not other.has_departed:
@@ -183,6 +187,8 @@ def ended_rank_report(me: int, size: int, positions: Mapping[int, RankStatus]) -
 def split_by_progress(me: int, size: int, positions: Mapping[int, RankStatus]) -> tuple[list[int], list[int]]:
     """Return the ranks that rank ``me`` waits for, and those of the others that are in a collective."""
     others = [rank for rank in range(size) if rank != me]
+    if positions[me].awaited:
+        return [0], [r for r in others if r and r in positions and positions[r].place]
     missing = [r for r in others if r not in positions or positions[r].is_behind(positions[me])]
     if not missing and positions[me].waits:
         # In a group whose collectives are not counted, since stages of a pipeline make different numbers.

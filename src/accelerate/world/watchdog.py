@@ -260,8 +260,9 @@ class Watchdog:
     def find_ahead(self, ranks: Sequence[int]) -> tuple[list[int], dict[int, RankStatus]]:
         """Return those of ``ranks`` that have begun a collective which this one has not, or have ended.
 
-        Also returns the statuses of the others that wait in torch, where groups of the user are not counted.
-        Others publish where they are at their next poll, so a rank may be found only when asked for again.
+        Those that wait for a message which this one has not sent count, too. Also returns the statuses of
+        the others that wait in torch, where groups of the user are not counted. Others publish where they are
+        at their next poll, so a rank may be found only when asked for again.
 
         Raises:
             CollectiveError: a rank has failed, or the process of one of them, on this machine, is gone.
@@ -271,7 +272,8 @@ class Watchdog:
         text = self.store.get("report")
         if text is not None:
             raise self._accept_report(FailureReport.from_json(text)).error(self.rank)
-        ahead = [rank for rank, status in statuses.items() if status.is_ahead_of(own)]
+        owes = self.peers.owes
+        ahead = [rank for rank, each in statuses.items() if each.is_ahead_of(own) or owes(rank, each)]
         lost = self._find_lost_rank([rank for rank in ranks if rank not in ahead], own.place)
         if lost is not None:
             raise self._publish_report(lost).error(self.rank)
@@ -338,8 +340,7 @@ class Watchdog:
         self.shutdown_actions, self.poll_actions, self._counters, self.group = [], [], [], None
 
     def _wait_for_peers(self, key: str) -> None:
-        others = [f"{key}/{rank}" for rank in range(self.size) if rank != self.rank]
-        self.store.wait(others, EXIT_GRACE)
+        self.store.wait([f"{key}/{rank}" for rank in range(self.size) if rank != self.rank], EXIT_GRACE)
 
     def _diagnose(self) -> FailureReport | None:
         """Find out why a connection broke; wait a little for the reports of the other ranks."""
@@ -517,7 +518,8 @@ class Watchdog:
             return status
         if doing:
             return replace(status, doing=f"{doing[0]} at {doing[1]}")
-        return replace(status, inside=self._inside, waits=bool(self._inside) and self._torch_call.only_waits)
+        waits = bool(self._inside) and self._torch_call.only_waits
+        return replace(status, inside=self._inside, waits=waits, awaited=self.peers.awaited_message)
 
     def _count_torch_calls(self) -> int:
         """Count the collectives that this process has started on torch's groups."""
