@@ -65,6 +65,35 @@ def test_gradients_travel_once_per_window_and_are_its_mean(ranks: RankServer, ki
     assert found == [(4, "FFFT", 3.5, True), (3, "FFT", pytest.approx(10.5), True)]
 
 
+def cut_into_micro_batches(kind: str) -> list[list[bool]]:
+    """For each batch of two epochs, which of its micro-batches close a window."""
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    accelerator = Accelerator(
+        gradient_accumulation_steps=4, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)
+    )
+    model = accelerator.prepare(nn.Linear(1, 1))
+    data: Any = range(40) if kind == "map" else Stream(40)
+    loader = accelerator.prepare(DataLoader(data, batch_size=16))
+    flags: list[list[bool]] = []
+    for _ in range(2):
+        for batch in loader:
+            flags.append([])
+            for part in batch.split(4):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(part.float().view(-1, 1)).sum())
+                    flags[-1].append(accelerator.sync_gradients)
+    return flags
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_a_shorter_last_batch_that_is_cut_closes_its_window(ranks: RankServer, kind: str) -> None:
+    """The last step, of 8 samples, is divided equally: 4 for each rank, which are one micro-batch."""
+    flags = same_on_all(ranks(2, cut_into_micro_batches, kind))
+    assert flags == [[False, False, False, True], [True]] * 2
+
+
 def left() -> list[str]:
     """What every rank is told when a window was left, and that training goes on after it."""
     from accelerate import Accelerator

@@ -151,9 +151,12 @@ class DataLoaderStateMixin:
             self.remainder = fetched.remainder
         if self.micro_steps:
             self._pace, self._given, self.micro_steps = (self.micro_steps, *self._given), (0, 0), 0
-        # Batches of several ranks may differ in size, and their windows close together.
-        samples = (fetched.size or 0) if getattr(self, "_num_processes", 1) == 1 else 0
-        self._given = self._given[0] + 1, self._given[1] + samples
+        self._given = self._given[0] + 1, self._given[1] + (fetched.size or 0)
+
+    @property
+    def _has_equal_batches(self) -> bool:
+        """True where all processes have batches of the same size in each step."""
+        return True
 
     @property
     def expected_micro_steps(self) -> int:
@@ -161,11 +164,12 @@ class DataLoaderStateMixin:
 
         A loop takes a number of steps for each batch, or one for each so many samples, or as many as before
         after it has left a batch out: where these do not agree, the smallest number counts, so that a window
-        is closed rather than left open.
+        is closed rather than left open. Batches of several ranks may differ in size, and their windows close
+        together: then samples do not count.
         """
         (steps, batches_before, samples_before), (batches, samples) = self._pace, self._given
         expected = min(steps, -(-steps * batches // max(1, batches_before)))
-        if samples and samples_before:
+        if samples and samples_before and self._has_equal_batches:
             expected = min(expected, -(-steps * samples // samples_before))
         return expected
 

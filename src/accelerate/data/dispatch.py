@@ -150,6 +150,14 @@ class DataLoaderDispatcher(DataLoaderShard):
         return 1 if whole or self.split_batches else self._num_processes
 
     @property
+    def _has_equal_batches(self) -> bool:
+        base = self._full_base
+        if self._num_processes == 1 or find_shard(base) is not None:
+            return super()._has_equal_batches
+        is_divided = self.split_batches or self.slice_fn is not None
+        return self.even_batches and (is_divided or isinstance(base.collate_fn, GlobalBatchCollate))
+
+    @property
     def reads_ahead(self) -> bool:
         """True where rank 0 sends: it reads some steps ahead."""
         return self._num_processes > 1

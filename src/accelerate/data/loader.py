@@ -23,6 +23,7 @@ from accelerate.data.batch_source import (
     copy_in_order,
     describe_batch,
     fetch_batches,
+    find_shard,
     single_item,
     with_index_sampler,
 )
@@ -51,7 +52,7 @@ from accelerate.data.position import (
     find_new_epoch,
     set_epochs,
 )
-from accelerate.data.sample_order import find_batch_sampler
+from accelerate.data.sample_order import find_batch_sampler, is_torch_batch_sampler
 from accelerate.data.sharding_detection import shuffle_facts
 from accelerate.data.stream_source import stream_batches, with_saved_split
 from accelerate.world import collective
@@ -390,6 +391,14 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         if isinstance(stream, IterableDatasetShard) and self.num_workers == 0 and not self._drop_last:
             return FetchedBatch(batch, True, None, stream.remainder, stream.last_real, share)
         return FetchedBatch(batch, True, remainder=self.remainder, size=share)  # it has ended in a worker
+
+    @property
+    def _has_equal_batches(self) -> bool:
+        base, shard = self._full_base, find_shard(self._full_base)
+        if shard is None or self._num_processes == 1 or not shard.even_batches:
+            return self._num_processes == 1
+        is_batched = find_batch_sampler(base) is not None  # else an item may be any number of rows
+        return is_batched and (shard.split_batches or is_torch_batch_sampler(shard.batch_sampler))
 
     @property
     def reads_ahead(self) -> bool:
