@@ -57,6 +57,7 @@ def training(
     kind = kind.removeprefix("dispatched ").removeprefix("kept ")
     set_seed(3 if save or not since else 77, device_specific=True)  # every rank draws other numbers
     model = Net()
+    torch.rand(accelerator.process_index)  # it has seeded torch's generator alike
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     made = loader("default" if kind == "seedable" else kind, workers)
@@ -98,6 +99,7 @@ def training(
         long_run_param(2, "default", 2, "twin", False),
         (2, "default", 2, "stateful", False),
         (2, "seedable", 0, "twin", LONG_RUN),
+        (2, "sequential", 2, "twin", False),
         long_run_param(2, "generator", 1, "twin", False),
         long_run_param(2, "numpy", 0, "twin", False),
         (2, "changing", 0, "twin", False),

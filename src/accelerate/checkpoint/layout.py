@@ -45,6 +45,7 @@ SCHEDULER_NAME = "scheduler"
 SAMPLER_NAME = "sampler"
 SCALER_NAME = "scaler.pt"
 RNG_STATE_NAME = "random_states"
+WORKER_SEEDS = "worker_seeds"  # a key of its files; earlier versions ignore it
 LOADER_NAME = "dl_state_dict"
 GRADIENTS_NAME = "open_gradients"
 CUSTOM_NAME = "custom_checkpoint"
@@ -492,7 +493,9 @@ class CheckpointContents:
             the states of all ranks.
         gradients: the gradients of an accumulation window that is not complete; None if there are none. Its
             ``load_state_dict`` takes the states of all ranks that were saved, and the rank.
-        rng: the random states of each rank are among them.
+        rng: the random states of each rank are among them, and with them
+        worker_seeds: what a rank has of its own of the epoch that each loader is in: its number, and the seed
+            of its fetches; None of a loader that is in none.
         sharded: a save writes models and optimizers sharded, where they have a ``sharded_state``. A load
             reads what is in the folder.
         own_files: objects that write files of their own.
@@ -513,6 +516,7 @@ class CheckpointContents:
     rank_positions: list[Any] = field(default_factory=list)
     gradients: Any = None
     rng: bool = False
+    worker_seeds: list[tuple[int, int] | None] = field(default_factory=list[tuple[int, int] | None])
     sharded: bool = False
     own_files: list[FolderStateful] = field(default_factory=list)
     step: int = 0
@@ -531,8 +535,9 @@ class CheckpointContents:
         if self.rng:
             from accelerate.world import rng  # it imports torch, and manifests are read without
 
+            own = {WORKER_SEEDS: self.worker_seeds} if any(self.worker_seeds) else {}
             random_states = StatefulAdapter(
-                "random states", lambda: {"step": self.step, **rng.capture()}, rng.restore
+                "random states", lambda: {"step": self.step, **rng.capture(), **own}, rng.restore
             )
         for category, kind in KINDS.items():
             items = random_states if category == "rng" else getattr(self, category)

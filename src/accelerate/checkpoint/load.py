@@ -53,6 +53,7 @@ class CheckpointLoadResult:
         missing: states that were asked for and are not in it (``strict=False`` only).
         ignored: folders that were passed over, with the reason.
         notes: differences between the saved and the loaded state; logged too.
+        worker_seeds: see ``CheckpointContents``; empty where this rank has saved none.
     """
 
     path: Address
@@ -64,6 +65,7 @@ class CheckpointLoadResult:
     missing: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    worker_seeds: tuple[tuple[int, int] | None, ...] = ()
 
 
 def load(
@@ -202,6 +204,7 @@ def _report_result(
     return CheckpointLoadResult(
         path=chosen.path,
         step=manifest.step if manifest else reader.step or 0,
+        worker_seeds=tuple(reader.worker_seeds),
         iteration=manifest.iteration if manifest else discovery.automatic_number(chosen.name),
         metadata=manifest.metadata if manifest else {},
         world_size=manifest.world_size if manifest else None,

@@ -105,6 +105,7 @@ class TrainingStateReader:
     notes: list[str] = field(default_factory=list)
     absent: set[tuple[str, int]] = field(default_factory=set)
     step: int | None = None
+    worker_seeds: list[tuple[int, int] | None] = field(default_factory=list[tuple[int, int] | None])
     _saved_ranks: int = field(default=0, init=False)
     _undoing: ExitStack = field(default_factory=ExitStack, init=False)  # takes trials back
 
@@ -422,7 +423,7 @@ class TrainingStateReader:
         if path.exists():  # what is no file is refused
             # Generators take their states from the host, whatever device they are of.
             state = dict(torch_files.read(path, **{**self.load_kwargs, "map_location": "cpu"}))
-            self.step = state.pop("step", None)
+            self.step, self.worker_seeds = state.pop("step", None), state.pop(layout.WORKER_SEEDS, [])
             note = "no random state is saved for the generator {}: it stays as it is"
             self.steps.append(
                 LoadStep(

@@ -387,10 +387,15 @@ class CheckpointManager:
             refuses_rewritten=self._strict,
         )
         self.gradients.step = loaded.step
+        for loader, seed in zip(self.prepared.loaders, loaded.worker_seeds, strict=False):
+            record = loader.position.record
+            if seed and record and record.order_state and record.number == seed[0]:
+                record.order_state.worker_seed = seed[1]  # it had that of rank 0
         return loaded
 
     def _train_state(self) -> CheckpointContents:
-        models, strategy = self.prepared.models, self.strategy
+        models, loaders, strategy = self.prepared.models, self.prepared.loaders, self.strategy
+        epochs = [each.position.record or each.position.current for each in loaders]
         return CheckpointContents(
             models=[model_adapter(strategy, model) for model in models],
             optimizers=[optimizer_adapter(strategy, each, models) for each in self.prepared.optimizers],
@@ -407,17 +412,15 @@ class CheckpointManager:
                 for each in self.custom_objects
                 if isinstance(each, RankStateful)
             ],
-            loaders=[
-                position_adapter(each) if each.use_stateful_dataloader else each
-                for each in self.prepared.loaders
-            ],
-            stateful_loaders=[each for each in self.prepared.loaders if each.use_stateful_dataloader],
+            loaders=[position_adapter(each) if each.use_stateful_dataloader else each for each in loaders],
+            stateful_loaders=[each for each in loaders if each.use_stateful_dataloader],
             rank_positions=[
                 rank_position_adapter(each)
-                for each in self.prepared.loaders
+                for each in loaders
                 if each.position.is_per_rank and not each.use_stateful_dataloader
             ],
             rng=True,
+            worker_seeds=[e and e.order_state and (e.number, e.order_state.worker_seed) for e in epochs],
             step=self.gradients.step,
             strategy=strategy.name,
         )
@@ -430,13 +433,10 @@ class CheckpointManager:
     ) -> None:
         """Leave out of ``train_state`` what DeepSpeed or Megatron-LM saves and loads by itself."""
         engine_object_ids = {id(each) for files in engine_files for each in files.objects}
-        remaining = [
-            m for m in (self.prepared.models if models is None else models) if id(m) not in engine_object_ids
-        ]
+        models = self.prepared.models if models is None else models
+        remaining = [each for each in models if id(each) not in engine_object_ids]
         train_state.models = [model_adapter(self.strategy, model) for model in remaining]
-        optimizers = [
-            each for each in self.prepared.optimizers if id(each.optimizer) not in engine_object_ids
-        ]
+        optimizers = [o for o in self.prepared.optimizers if id(o.optimizer) not in engine_object_ids]
         train_state.optimizers = [
             optimizer_adapter(self.strategy, each, self.prepared.models) for each in optimizers
         ]
