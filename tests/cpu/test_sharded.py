@@ -28,6 +28,7 @@ from torch.utils.data import (
 
 from accelerate.core.errors import CollectiveError, PrepareError
 from tests.support.ranks import RanksError, RankServer, same_on_all
+from tests.support.watchdog import peer_store
 
 PRELOAD = ("datasets", "datasets.distributed")
 
@@ -815,6 +816,29 @@ def test_a_stream_that_knows_the_rank_alone_is_shared_out(ranks: RankServer, dis
     assert ("process 0 reads for all" if dispatch is None else "each process takes its part") in seeding
     assert "its Storing has rank" in storing
     assert second[3] == []
+
+
+def prepared_anew() -> int:
+    """Return how many keys the store of the group gets while loaders are prepared and iterated."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    store: Any = peer_store().group_store
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    counts: list[int] = []
+    for _ in range(11):
+        accelerator.wait_for_everyone()
+        counts.append(store.num_keys())
+        accelerator.wait_for_everyone()
+        for shuffle in (False, True):
+            list(accelerator.prepare(DataLoader(range(8), shuffle=shuffle)))  # type: ignore[arg-type]
+        accelerator.free_memory()
+    return counts[-1] - counts[1]
+
+
+def test_loaders_that_are_prepared_anew_leave_nothing_in_the_store(ranks: RankServer) -> None:
+    assert max(ranks(2, prepared_anew)) < 10
 
 
 def hugging_face_rows(style: str) -> list[Any]:

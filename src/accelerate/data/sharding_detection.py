@@ -409,13 +409,33 @@ def compare_ranks(
     seen |= shuffle_facts(data) if how == "sharded" else {}
     # Of one number, a loader of another length and another batch size may be another one.
     keys = [f"{type(data).__qualname__}/{_length_text(data)}", *([] if is_waiting else [name])]
-    for key in (f"loader/{number}/{key}" for key in keys):
+    keys, writer = [f"loader/{number}/{key}" for key in keys], -1
+    for key in keys:
         if watch and (first := watch.store.put_if_absent(key, json.dumps([watch.rank, seen]))):
             rank, facts = json.loads(first)
+            writer = rank if is_waiting else -1
             if _IN_ORDER in (seen["how it is used"], facts["how it is used"]):
                 _refuse_differences(name, {rank: facts, watch.rank: seen})
     if is_waiting:
         check_same(name, seen, is_rank0_read)
+    if watch is not None:
+        _delete_compared(watch, f"loader/{number}", keys, writer)
+
+
+def _delete_compared(watch: watchdog.Watchdog, prefix: str, keys: list[str], writer: int) -> None:
+    """Delete the facts of a loader that this rank has compared, if all ranks have.
+
+    Args:
+        watch: whose store has them.
+        prefix: of the keys of this loader.
+        keys: those of the facts.
+        writer: the rank that has written them, if all ranks have met since; else -1.
+    """
+    counter = f"{prefix}/ranks"
+    have_all_compared = watch.store.add(counter) == watch.size if writer < 0 else writer == watch.rank
+    if have_all_compared:
+        for key in (*keys, counter):
+            watch.store.delete(key)
 
 
 def shuffle_facts(dataset: Any) -> dict[str, str]:
