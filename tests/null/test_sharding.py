@@ -23,6 +23,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     TensorDataset,
 )
@@ -396,6 +397,31 @@ def test_a_seedable_order_is_a_function_of_seed_and_epoch() -> None:
     assert first[2:] == orders(2, start=2)
     assert len({tuple(order) for order in first}) == 4
     assert first[0] == list(RandomSampler(range(20), generator=torch.Generator().manual_seed(11)))
+
+
+class Buckets(Sampler[list[int]]):
+    """A batch sampler of a program, which counts its batches."""
+
+    batch_size = 8
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([list(range(first, first + 8)) for first in range(0, 96, 8)])
+
+    def __len__(self) -> int:
+        return 12
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_samples_of_a_batch_sampler_are_those_of_the_data(size: int) -> None:
+    loader = prepare_data_loader(
+        DataLoader(range(96), batch_sampler=Buckets()),  # type: ignore[arg-type]
+        num_processes=size,
+        process_index=0,
+    )
+    assert (len(loader), loader.total_dataset_length, loader.total_batch_size) == (12 // size, 96, 8 * size)
+    batches = iter(loader)
+    next(batches)
+    assert loader.remainder == 0
 
 
 def test_batches_of_indices_that_the_data_get_whole_are_sharded_and_seeded() -> None:

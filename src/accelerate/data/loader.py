@@ -32,7 +32,6 @@ from accelerate.data.epoch_order import (
     DataShard,
     fetches_by_index,
     get_sampler,
-    inner_sampler,
     loader_generators,
     outer_sampler,
     sampler_chain,
@@ -433,7 +432,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         if hasattr(data, "total_length"):
             return data.total_length
         sampler = find_batch_sampler(self.base_dataloader)
-        inner: Any = None if sampler is None or isinstance(data, IterableDataset) else inner_sampler(sampler)
+        chain = [] if sampler is None or isinstance(data, IterableDataset) else sampler_chain(sampler)
+        # At the bottom may be a batch sampler of the user's, which counts batches.
+        is_of_samples = len(chain) > 1 and getattr(chain[-2], "batch_sampler", None) is not chain[-1]
+        inner: Any = chain[-1] if is_of_samples else None
         return len(inner if isinstance(inner, Sampler) else data)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
