@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+)
 
 from tests.support.interrupted import BATCH, COUNT, Stream, loader, noise
 from tests.support.long_run import LONG_RUN, long_run_param, select_cases
@@ -177,6 +185,43 @@ def test_another_number_of_processes_gets_the_rest(
     given = ranks(before, seen, kind, 0, str(tmp_path / "a"), 2, before)
     rest = ranks(after, seen, kind, 0, str(tmp_path / "a"), None, after)
     assert sorted(x for part in [*given, *rest] for x in part) == list(range(COUNT))
+
+
+class Buckets(Sampler[list[int]]):
+    """A batch sampler of a program: batches of two, in order."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[first, first + 1] for first in range(0, 40, 2)])
+
+    def __len__(self) -> int:
+        return 20
+
+
+def lengths(folder: str, skip: int | None, stop: int | None) -> list[tuple[int, int]]:
+    """The length of the rest of an epoch, and the number of its batches; after a save, nothing."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    batches = accelerator.prepare(DataLoader(range(40), batch_sampler=Buckets()))  # type: ignore[arg-type]
+    for number, _ in enumerate(batches if stop else (), 1):
+        if number == stop:
+            accelerator.save_state(folder)
+            return []
+    accelerator.load_state(folder)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")  # another number of processes
+        left = accelerator.skip_first_batches(batches, skip)
+    return [(len(left), sum(1 for _ in left))]
+
+
+@pytest.mark.parametrize(("skip", "after"), [(2, 1), (2, 3), (None, 3)])
+def test_the_rest_of_an_epoch_has_a_length_on_another_number_of_processes(
+    ranks: RankServer, tmp_path: Path, skip: int | None, after: int
+) -> None:
+    """Of the 20 batches 4 were given."""
+    ranks(2, lengths, str(tmp_path / "a"), skip, 2)
+    steps = -(-16 // after)
+    assert same_on_all(ranks(after, lengths, str(tmp_path / "a"), skip, None)) == [(steps, steps)]
 
 
 def orders(kind: str, workers: int) -> Any:

@@ -113,7 +113,11 @@ class BatchSamplerShard(BatchSampler):
             if self.batch_size is None and not self.even_batches:
                 raise TypeError("the parts of batches of unknown size are not known before they are drawn")
             return batches
-        return replace(self.slicer, rank_samples=1).count_steps(batches)  # of whole batches
+        return self.count_steps(batches)
+
+    def count_steps(self, batches: int) -> int:
+        """Count the steps of this process in so many whole batches, which the processes take in turn."""
+        return replace(self.slicer, rank_samples=1).count_steps(batches)
 
     @property
     def slicer(self) -> RankSampleOrderSlicer:

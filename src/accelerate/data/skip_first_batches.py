@@ -13,10 +13,15 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from accelerate.data.batch_sampler_shard import copy_loader, slicer_for
+from accelerate.data.batch_sampler_shard import (
+    BatchSamplerShard,
+    copy_loader,
+    shards_batches,
+    slicer_for,
+)
 from accelerate.data.epoch_order import fetches_by_index, inner_sampler
 from accelerate.data.loader import DataLoaderShard
-from accelerate.data.position import EpochSkip
+from accelerate.data.position import EpochSkip, LoaderPosition
 from accelerate.data.sample_order import find_batch_sampler
 
 
@@ -111,18 +116,28 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int | None = 0)
     batches = find_batch_sampler(dataloader._full_base)
     if fetches_by_index(dataloader._full_base) and batches is not None:
         twin._unskipped = whole = dataloader._full_base
-        sampler = SkipBatchSampler(batches, _count_skipped(batches, twin._skip))
+        sampler = SkipBatchSampler(batches, _count_skipped(batches, twin._skip, dataloader.position))
         twin.base_dataloader = copy_loader(whole, batch_sampler=sampler)
     return twin
 
 
-def _count_skipped(sampler: Any, skip: EpochSkip) -> int:
+def _count_skipped(sampler: Any, skip: EpochSkip, position: LoaderPosition) -> int:
     """Count the batches that a skip removes from a loader."""
-    slicer = slicer_for(sampler)
-    if slicer is None or skip.samples is None:
+    slicer, record = slicer_for(sampler), position.record
+    if skip.samples is None:
         return skip.batches
-    skipped = skip.count_samples(slicer.step_samples)
-    return len(sampler) - slicer.count_steps(len(inner_sampler(sampler)) - skipped)
+    if slicer is not None:
+        skipped = skip.count_samples(slicer.step_samples)
+        return len(sampler) - slicer.count_steps(len(inner_sampler(sampler)) - skipped)
+    saved_shards = position.num_shards if record is None or not record.saved_world else record.saved_world[0]
+    is_split = isinstance(sampler, BatchSamplerShard) and sampler.split_batches
+    if record is None or is_split or saved_shards == position.num_shards:
+        return skip.batches
+    # Whole batches in turn, of which the world that saved took others in a step.
+    taken = record.batches * saved_shards + skip.further * position.num_shards
+    if not shards_batches(sampler):
+        return taken // position.num_shards
+    return len(sampler) - sampler.count_steps(len(sampler.batch_sampler) - taken)
 
 
 def _length_or_none(loader: DataLoader[Any]) -> int | None:
