@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from contextlib import nullcontext
@@ -13,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.utils import find_executable_batch_size, is_deepspeed_available
+from accelerate.utils import find_executable_batch_size, is_deepspeed_available, is_transformers_available
 from tests.cpu.test_deepspeed import ASKED, engine
 from tests.support.long_run import LONG_RUN
-from tests.support.ranks import RankServer, same_on_all
+from tests.support.ranks import NO_LAUNCHER, RankServer, same_on_all
 from tests.support.scripts import run_to_exit
 from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
 from tests.support.watchdog import speed_up_watchdog
@@ -431,3 +432,41 @@ def test_models_are_partitioned_before_there_is_an_accelerator(ranks: RankServer
     """As with ``TrainingArguments(deepspeed=...)``: it makes a ``PartialState``, then the model is loaded."""
     env = {"ACCELERATE_USE_DEEPSPEED": "true"}
     assert ranks(2, partition_before_the_accelerator, env=env) == [8, 8]
+
+
+def types_of_the_world(folder: str) -> list[str]:
+    """The types that ``PartialState`` says: by the environment, by an ``Accelerator``, by one without."""
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+    from accelerate.state import AcceleratorState
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    kinds = [PartialState(cpu=True).distributed_type]
+    del os.environ["ACCELERATE_USE_DEEPSPEED"]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    kinds.append(PartialState(cpu=True).distributed_type)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+    assert str(accelerator.state).startswith("Distributed environment: DistributedType.DEEPSPEED")
+    kinds.append(PartialState().distributed_type)
+    if is_transformers_available():
+        from transformers import TrainingArguments
+
+        config = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}
+        configured = {"use_configured_state": True}
+        arguments: Any = TrainingArguments(
+            folder, use_cpu=True, report_to=[], deepspeed=config, accelerator_config=configured
+        )
+        assert arguments.distributed_state.distributed_type == "DEEPSPEED"
+        assert arguments.n_gpu == 0
+    AcceleratorState._reset_state()
+    Accelerator(cpu=True)
+    return [*map(str, kinds), str(PartialState().distributed_type)]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_world_has_the_type_of_deepspeed(ranks: RankServer, processes: int, tmp_path: Path) -> None:
+    """transformers takes a configured state for its ``deepspeed`` only if this one says so."""
+    plain = "DistributedType.NO" if processes == 1 else "DistributedType.MULTI_CPU"
+    deepspeed = "DistributedType.DEEPSPEED"
+    env = NO_LAUNCHER if processes == 1 else {}
+    for kinds in ranks(processes, types_of_the_world, str(tmp_path), env=env):
+        assert kinds == [deepspeed, plain, deepspeed, plain]

@@ -167,14 +167,16 @@ class PartialState(ProcessMixin):
         if getattr(self._prepare_backend, "__func__", None) is not _PREPARE_BACKEND:  # a program's
             kwargs["backend"], _ = self._prepare_backend(cpu, False, kwargs.get("backend"))
         world = worlds.open(cpu=cpu or None, **kwargs)
-        if world is not PartialState._joined_world and world.size > 1:
+        if world is not PartialState._joined_world:
             PartialState._joined_world = world
-            # Libraries make this state, then the model, and the Accelerator last. A strategy that partitions
-            # models while they are loaded must know the ranks by now.
+            # Libraries load a model next: a strategy that partitions it meanwhile must know the ranks by now.
             for name in SETTINGS.names():
-                is_requested = any(vars(load_settings(SETTINGS.get(name)[0]).value).values())
+                switch = SETTINGS.get(name)[0]
+                is_requested = any(vars(load_settings(switch).value).values())
                 if is_requested and issubclass(strategy := STRATEGIES.get(name), EarlyPartitioning):
-                    strategy.join_world(world)
+                    object.__setattr__(world, "strategy_type", switch.__distributed_type__)
+                    if world.size > 1:
+                        strategy.join_world(world)
         if load_settings(ProcessDeviceSettings).value.enable_cpu_affinity:
             affinity.set_numa_affinity(world.local_rank)
 
@@ -261,8 +263,8 @@ class PartialState(ProcessMixin):
     def distributed_type(self) -> DistributedType:
         """The kind of distributed training."""
         world = self.world
-        if (assigned := world.reported.get("distributed_type")) is not None:
-            return assigned
+        if (kind := world.reported.get("distributed_type", world.strategy_type)) is not None:
+            return DistributedType(kind)
         # As in 1.x for a process that torchrun has started alone: transformers refuses FSDP under "NO".
         alone = world.size == 1 and not world.owns_group
         return DistributedType("NO" if alone else world.hardware.distributed_type)
@@ -454,7 +456,9 @@ class AcceleratorState(ProcessMixin):
 
     def show_strategy(self, strategy: Strategy) -> None:
         """Show the chosen strategy: its ``distributed_type``, its mesh, and the plugins that configure it."""
-        self.distributed_type = DistributedType(strategy.distributed_type(self._world))
+        self.distributed_type = kind = DistributedType(strategy.distributed_type(self._world))
+        sets_up = isinstance(strategy, EarlyPartitioning)
+        object.__setattr__(self._world, "strategy_type", kind if sets_up else None)
         vars(self).update(strategy.plugins, device_mesh=strategy.mesh)
 
     def get_deepspeed_plugin(self, name: str) -> Any:

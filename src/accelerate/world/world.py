@@ -65,6 +65,8 @@ class World:
         owns_group: the process group was opened here and is destroyed by ``close``.
         reported: ranks, world size and type that a program has assigned to the states. They say these; with a
             world size of 1 ``prepare`` shards no data and reduces no gradients.
+        strategy_type: the distributed type of a strategy that sets up its own communication: the environment
+            has chosen it when the world was opened, or the newest ``Accelerator``; None for any other one.
         is_closed: ``close`` has destroyed its process group; what it says can still be read.
     """
 
@@ -82,6 +84,7 @@ class World:
     debug: bool = False
     owns_group: bool = False
     reported: dict[str, Any] = field(default_factory=dict[str, Any], init=False, compare=False, repr=False)
+    strategy_type: str | None = field(default=None, init=False, compare=False, repr=False)
     is_closed: bool = field(default=False, init=False, compare=False, repr=False)
 
     @property
