@@ -106,3 +106,45 @@ def test_optimizers_of_whole_matrices_are_named(ranks: RankServer) -> None:
     assert "Adafactor under DeepSpeed takes its means over this rank's piece" in first["Adafactor"]
     assert first["AdamW"] == second["AdamW"] == ""
     assert ranks(2, words_about_optimizers, "0")[0]["Adafactor"] == ""
+
+
+# --- groups of a DummyOptim, and states that not all groups have
+
+
+def two_layers() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+
+
+def groups_of_a_stand_in() -> list[list[tuple[float, float, int]]]:
+    """Rates, decays and numbers of elements of the groups that DeepSpeed has made."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DummyOptim
+
+    params = {"lr": "auto", "weight_decay": "auto"}
+    config = {**CONFIGS["2"], "optimizer": {"type": "AdamW", "params": params}}
+    made = []
+    for kind in "one group", "generators", "bare":
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        net = two_layers()
+        groups: Any = {
+            "one group": [{"params": list(net.parameters()), "lr": 2e-5, "weight_decay": 0.1}],
+            "generators": ({"params": layer.parameters(), "lr": 0.5 + at} for at, layer in enumerate(net)),
+            "bare": net.parameters(),
+        }[kind]
+        before = [p.detach().clone() for p in net.parameters()]
+        model, optimizer = accelerator.prepare(net, DummyOptim(groups, lr=0.25))
+        groups = optimizer.param_groups
+        made.append([(g["lr"], g["weight_decay"], sum(p.numel() for p in g["params"])) for g in groups])
+        accelerator.backward(model(torch.ones(2, 8)).mean())
+        optimizer.step()
+        assert not any(map(torch.equal, before, net.parameters()))
+    return made
+
+
+def test_a_stand_in_keeps_its_groups(ranks: RankServer) -> None:
+    """The options of a single group, and parameters that can be read once, as of ``module.parameters()``."""
+    one, generators, bare = ranks(1, groups_of_a_stand_in)[0]
+    assert [(rate, decay) for rate, decay, _ in one] == [(2e-5, 0.1)]
+    assert [(rate, decay) for rate, decay, _ in generators] == [(0.5, 0), (1.5, 0)]
+    assert [rate for rate, *_ in bare] == [0.25]

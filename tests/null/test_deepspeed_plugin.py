@@ -525,3 +525,18 @@ def test_the_active_plugin() -> None:
     assert get_active_deepspeed_plugin(SimpleNamespace(deepspeed_plugins=plugins)) is plugins["teacher"]
     with pytest.raises(ValueError, match="does not use DeepSpeed"):
         get_active_deepspeed_plugin(SimpleNamespace(deepspeed_plugins=None))
+
+
+def test_parameters_of_a_stand_in_can_be_read_again() -> None:
+    """As torch's own optimizers make lists of the parameters of each group."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 1)
+    groups: Any = [{"params": first.parameters(), "lr": 0.5}, {"params": second.weight}]
+    for given in (groups, iter([*groups])):
+        groups[0]["params"] = first.parameters()
+        dummy = DummyOptim(given)
+        assert dummy.params == [
+            {"params": [first.weight, first.bias], "lr": 0.5},
+            {"params": [second.weight]},
+        ]
+    params = list(first.parameters())
+    assert DummyOptim(params).params is params

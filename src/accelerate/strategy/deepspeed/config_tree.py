@@ -243,8 +243,18 @@ class DummyOptim:
     kwargs: dict[str, Any]
 
     def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
-        self.params = list(params) if isinstance(params, Iterator) else params
+        entries = list(params) if isinstance(params, Iterator) else params
+        has_groups = isinstance(entries, list | tuple) and any(isinstance(each, Mapping) for each in entries)
+        self.params = list(map(_list_group_params, entries)) if has_groups else entries
         self.lr, self.weight_decay, self.kwargs = lr, weight_decay, kwargs
+
+
+def _list_group_params(group: Any) -> Any:
+    """Return a group with a list of its parameters, of which an iterator could be read once only."""
+    if not isinstance(group, Mapping):
+        return group
+    params = group["params"]
+    return {**group, "params": [params] if hasattr(params, "requires_grad") else list(params)}
 
 
 class DummyScheduler:

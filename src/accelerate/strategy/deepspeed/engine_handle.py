@@ -342,7 +342,8 @@ def make_engine(model: nn.Module, config: Mapping[str, Any], optimizer: Any, sch
     groups: list[dict[str, Any]] = []
     if isinstance(optimizer, DummyOptim):
         groups = as_param_groups(optimizer.params)
-        arguments["model_parameters"] = groups if len(groups) > 1 else list(groups[0]["params"])
+        has_options = len(groups) > 1 or groups[0].keys() != {"params"}
+        arguments["model_parameters"] = groups if has_options else list(groups[0]["params"])
     elif optimizer is not None:
         groups = optimizer.param_groups
         arguments["optimizer"] = optimizer
