@@ -540,3 +540,16 @@ def test_parameters_of_a_stand_in_can_be_read_again() -> None:
         ]
     params = list(first.parameters())
     assert DummyOptim(params).params is params
+
+
+@pytest.mark.parametrize("size", [2, "2"])
+def test_tensor_parallelism_of_deepspeed_is_refused(size: Any) -> None:
+    config = {**CONFIG, "tensor_parallel": {"autotp_size": size}}
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    with pytest.raises(SettingError, match=r"says tensor_parallel\.autotp_size: 2, which is not supported"):
+        build_config(plugin, wanted())
+    if is_installed("deepspeed"):
+        with pytest.raises(SettingError, match="autotp_size"):
+            Accelerator(cpu=True, deepspeed_plugin=plugin)
+    config["tensor_parallel"]["autotp_size"] = 1
+    build_config(DeepSpeedPlugin(hf_ds_config=config), wanted())

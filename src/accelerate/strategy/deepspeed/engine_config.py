@@ -96,6 +96,7 @@ def build_config(plugin: DeepSpeedPlugin, inputs: DeepSpeedConfigInputs) -> Engi
         SettingError: two places have different values, or a value is ``"auto"`` and unknown.
     """
     engine_config = EngineConfig(copy.deepcopy(plugin.config_template()))
+    refuse_autotp(engine_config.config)
     _fill_batch(engine_config, plugin, inputs)
     for kind in ("fp16", "bf16"):
         enabled = inputs.precision == kind
@@ -239,6 +240,23 @@ def refuse_second_schedule(scheduler: Any, config: Mapping[str, Any]) -> None:
             f"{config_tree.get_key(config, 'scheduler.type')} in {CONFIG_NAME}",
             why="both would change the learning rate in each step",
             fix="take scheduler out of the configuration, or prepare a DummyScheduler in the place of yours",
+        )
+
+
+def refuse_autotp(config: Mapping[str, Any]) -> None:
+    """Refuse DeepSpeed's tensor parallelism (AutoTP).
+
+    Raises:
+        SettingError: the configuration asks for it.
+    """
+    size = config_tree.get_key(config, "tensor_parallel.autotp_size", 0)
+    if str(size).isdigit() and int(size) > 1:
+        raise SettingError(
+            f"{CONFIG_NAME} says tensor_parallel.autotp_size: {size}, which is not supported",
+            why="the ranks of a tensor parallel group must read the same batches, and each has a shard of "
+            "the weights: here under DeepSpeed every rank is a replica that reads its own",
+            fix="leave it out; FSDP2 goes with tensor parallelism: Accelerator(parallelism_config="
+            "ParallelismConfig(tp_size=2, dp_shard_size=4))",
         )
 
 

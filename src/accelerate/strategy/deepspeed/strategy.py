@@ -130,15 +130,18 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, DeepSpeedBackward, Mo
             init_deepspeed(world)
 
     def check(self) -> None:
-        """Refuse a machine without DeepSpeed, and a precision that the device cannot compute in.
+        """Refuse a machine without DeepSpeed, a precision that the device cannot compute in, and AutoTP.
 
         Raises:
             MissingExtraError: DeepSpeed is not installed.
-            SettingError: the precision is not supported.
+            SettingError: the precision is not supported, or the configuration asks for tensor parallelism.
         """
         if not is_installed("deepspeed"):
             raise MissingExtraError("deepspeed", "training by the strategy 'deepspeed'")
+        from accelerate.strategy.deepspeed.engine_config import refuse_autotp
+
         for plugin in self.table.values():
+            refuse_autotp(plugin.deepspeed_config)
             # Of several plugins, each may have a precision of its own, such as a teacher's.
             plugin.adopt_mixed_precision(self.request.precision, must_match=len(self.table) == 1)
             if plugin.precision == "fp16" and self.world.device.type == "cpu":
