@@ -75,6 +75,27 @@ def modes_under_deepspeed(kind: str) -> list[float]:
     return losses_in_both_modes(accelerator.backward, model, optimizer)
 
 
+def weights_in_both_modes(kind: str) -> list[float]:
+    """Of a model in bf16, before and after ``eval``, and after ``train``."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    plugin = DeepSpeedPlugin(hf_ds_config=CONFIGS[kind])
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision="bf16")
+    module = tiny()
+    model, optimizer = accelerator.prepare(module, with_modes(module))
+    sums = []
+    for mode in (lambda: None, optimizer.eval, optimizer.train):
+        mode()
+        sums.append(float((accelerator.get_state_dict(model) or {}).get("embed.weight", torch.ones(1)).sum()))
+    return sums
+
+
+def test_modes_move_the_weights_of_stage_0_in_16_bits(ranks: RankServer) -> None:
+    before, evaluated, trained = ranks(2, weights_in_both_modes, "0")[0]
+    assert evaluated == pytest.approx(before / 2, rel=1e-2)
+    assert trained == pytest.approx(before, rel=1e-2)
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_an_evaluation_has_the_weights_of_the_optimizers_mode(ranks: RankServer, kind: str) -> None:
     """As a schedule-free optimizer moves them; DeepSpeed copies its weights to the model in steps only."""

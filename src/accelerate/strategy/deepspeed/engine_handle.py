@@ -111,8 +111,11 @@ class EngineHandle:
         inner = self.engine_optimizer
         if self.stage < 3:
             change()
-            if self.has_fp32_copies:
+            if hasattr(inner, "update_lp_params"):
                 inner.update_lp_params()
+            elif self.has_fp32_copies:
+                for high, low in _weights_of_stage0(inner):
+                    low.data.copy_(high.data)
             return
         inner._set_fp32_optimizer_param_groups()
         try:
@@ -431,14 +434,18 @@ def _undo_first_step(handle: EngineHandle) -> None:
     engine_optimizer = handle.engine_optimizer
     if handle.stage or handle.optimizer is None or not hasattr(engine_optimizer, "fp16_groups"):
         return
-    if hasattr(engine_optimizer, "fp32_groups_flat"):
-        pairs = [(engine_optimizer.fp32_groups_flat, engine_optimizer.fp16_groups_flat)]
-    else:
-        pairs = zip(engine_optimizer.fp32_groups, engine_optimizer.fp16_groups, strict=True)
-    for highs, lows in pairs:
-        for high, low in zip(highs, lows, strict=True):
-            high.data.copy_(low.data)
+    for high, low in _weights_of_stage0(engine_optimizer):
+        high.data.copy_(low.data)
     handle.optimizer.state.clear()
+
+
+def _weights_of_stage0(engine_optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the float32 and the 16-bit tensors of stage 0 in 16 bits: weights, or flat vectors of them."""
+    if hasattr(engine_optimizer, "fp32_groups_flat"):
+        yield from zip(engine_optimizer.fp32_groups_flat, engine_optimizer.fp16_groups_flat, strict=True)
+        return
+    for highs, lows in zip(engine_optimizer.fp32_groups, engine_optimizer.fp16_groups, strict=True):
+        yield from zip(highs, lows, strict=True)
 
 
 def replace_engine(user_engine: Any, new: EngineHandle) -> EngineHandle:
