@@ -169,3 +169,22 @@ def test_a_stand_in_keeps_its_groups(ranks: RankServer) -> None:
     assert [(rate, decay) for rate, decay, _ in one] == [(2e-5, 0.1)]
     assert [(rate, decay) for rate, decay, _ in generators] == [(0.5, 0), (1.5, 0)]
     assert [rate for rate, *_ in bare] == [0.25]
+
+
+def skip_steps(stage: str) -> list[tuple[bool, int]]:
+    """Whether the last step was skipped, and how many were; two of four gradients are not finite."""
+    accelerator = accelerator_of(stage)
+    net = two_layers()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    said = []
+    for factor in 1.0, float("inf"), float("inf"), 1.0:
+        accelerator.backward(model(torch.ones(2, 8)).sum() * factor)
+        optimizer.step()
+        optimizer.zero_grad()
+        said.append((optimizer.step_was_skipped, optimizer.skipped_steps))
+    return said
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_skipped_steps_are_counted(ranks: RankServer, stage: str) -> None:
+    assert same_on_all(ranks(2, skip_steps, stage)) == [(False, 0), (True, 1), (True, 2), (False, 2)]

@@ -111,6 +111,11 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             return self._strategy.skipped_step(self.optimizer)
         return bool(self.__has_overflow__ and self.optimizer.overflow)  # type: ignore[attr-defined]
 
+    @property
+    def skipped_steps(self) -> int:
+        """Return how many steps were not taken so, as DeepSpeed counts them."""
+        return 0 if self._strategy is None else self._strategy.skipped_steps(self.optimizer)
+
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
     """The wrapper of a scheduler that DeepSpeed advances in its step; ``step`` does nothing.

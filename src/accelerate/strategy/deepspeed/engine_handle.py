@@ -244,6 +244,11 @@ class EngineHandle:
         """True if the last step was skipped because a gradient was not finite."""
         return bool(getattr(self.engine_optimizer, "overflow", False))
 
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps that were skipped so; a checkpoint of DeepSpeed keeps it."""
+        return int(self.engine.skipped_steps)
+
     # --- clipping
 
     def global_norm(self) -> torch.Tensor:

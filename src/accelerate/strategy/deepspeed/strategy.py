@@ -393,6 +393,11 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, DeepSpeedBackward, Mo
         handle = self.engines.find_by_optimizer(optimizer)
         return handle is not None and handle.skipped_step
 
+    def skipped_steps(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return how many steps were skipped so."""
+        handle = self.engines.find_by_optimizer(optimizer)
+        return 0 if handle is None else handle.skipped_steps
+
     # --- states
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
