@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from copy import deepcopy
 from itertools import chain
@@ -349,3 +350,56 @@ def test_special_parameters_and_optimizers(ranks: RankServer, tmp_path: Path) ->
     assert results["moments"][0] == results["moments"][1] != 0
     expected = results["adagrad"].pop("ddp")
     assert all(runs == [pytest.approx(run) for run in expected] for runs in results["adagrad"].values())
+
+
+# --- clipping
+
+
+def clip_an_open_window() -> list[str]:
+    """What clipping says after a backward that reduces nothing, in each stage."""
+    from accelerate.core.errors import PrepareError
+
+    messages = []
+    for kind in "0", "1", "2", "3":
+        accelerator, model, _ = prepared(kind, 1)
+        with accelerator.no_sync(model):
+            accelerator.backward(model(torch.ones(2, 4), True).mean())
+        with pytest.raises(PrepareError) as error:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        messages.append(str(error.value))
+    return messages
+
+
+def clip_without_norms(strict: bool) -> list[str]:
+    """What is said where the configuration forbids the norm in the step; the steps are taken."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    config = {**options(2, compute_grad_norm=False)}
+    accelerator = Accelerator(cpu=True, strict=strict, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    model = Branches()
+    before = model.always.weight.detach().clone()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    messages = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(2, 4), True).mean())
+            try:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            except ValueError as error:
+                messages.append(str(error))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not torch.equal(model.always.weight, before)
+    return messages + [str(w.message) for w in caught if "compute_grad_norm" in str(w.message)]
+
+
+def test_what_cannot_be_clipped_is_said(ranks: RankServer) -> None:
+    """DeepSpeed fails on both far from the cause: KeyError, and TypeError in the step."""
+    for message in ranks(2, clip_an_open_window)[0]:
+        assert message.startswith("clip_grad_norm_ with gradients that are not complete")
+    [warning] = ranks(2, clip_without_norms, False)[0]
+    errors = ranks(2, clip_without_norms, True)[0]
+    assert len(errors) == 2
+    for text in (warning, *errors):
+        assert "says compute_grad_norm: false, without which DeepSpeed clips nothing" in text

@@ -162,12 +162,7 @@ class EngineHandle:
         """
         if self._is_trainability_changed:
             self._refuse_changed()
-        if self.has_gradients and not self.window_complete:
-            raise PrepareError(
-                "optimizer.step() with gradients that are not complete",
-                why="the last backward ran in no_sync or in the middle of a window, so they were not reduced",
-                fix="run the last backward of a step outside no_sync",
-            )
+        self._refuse_open_window("optimizer.step()")
         if not self.has_gradients:
             if not self.has_run_backward:
                 self.has_run_backward = True
@@ -198,6 +193,14 @@ class EngineHandle:
             yield
         finally:
             scaler.cur_scale *= self.grad_factor
+
+    def _refuse_open_window(self, call: str) -> None:
+        if self.has_gradients and not self.window_complete:
+            raise PrepareError(
+                f"{call} with gradients that are not complete",
+                why="the last backward ran in no_sync or in the middle of a window, so they were not reduced",
+                fix="run the last backward of a step outside no_sync",
+            )
 
     def _refuse_changed(self) -> None:
         pairs = zip(chain(*self.groups), self.trained, strict=True)
@@ -281,23 +284,31 @@ class EngineHandle:
         """Clip by ``max_norm`` in the next step; a limit in the configuration counts instead, as in 1.x.
 
         Raises:
-            SettingError: the run is strict, and the configuration has another limit.
+            PrepareError: the last backward was not the last of its window.
+            SettingError: the run is strict, and the configuration has another limit, or forbids clipping.
         """
+        self._refuse_open_window("clip_grad_norm_")
         limit = self.clip_norm
         if max_norm in (limit, float("inf")):
             return
-        if not limit:
+        computes_norm = config_value(self.config, "zero_optimization.compute_grad_norm", True)
+        if not limit and computes_norm:
             self.set_clipping(max_norm)
             return
-        is_set = "gradient_clipping" in self.config
-        says = "says gradient_clipping:" if is_set else "has no gradient_clipping, and DeepSpeed takes"
-        claim = f"clip_grad_norm_ was given {max_norm}, but the DeepSpeed configuration {says} {limit}"
-        fix = 'write "gradient_clipping": "auto" there'
+        if computes_norm:
+            is_set = "gradient_clipping" in self.config
+            says = "says gradient_clipping:" if is_set else "has no gradient_clipping, and DeepSpeed takes"
+            says, fix = f"{says} {limit}", 'write "gradient_clipping": "auto" there'
+        else:
+            says = "says compute_grad_norm: false, without which DeepSpeed clips nothing"
+            fix = "leave that out"
+        claim = f"clip_grad_norm_ was given {max_norm}, but the DeepSpeed configuration {says}"
         if self.is_strict:
             raise SettingError(claim, why="the run is strict", fix=fix)
         if not self.has_warned_of_limit:
             self.has_warned_of_limit = True
-            warn_user(f"{claim}, which counts, as in 1.x: for the argument to count, {fix}")
+            counts = ", which counts, as in 1.x" if computes_norm else ""
+            warn_user(f"{claim}{counts}: for the argument to count, {fix}")
 
     def set_clipping(self, value: float) -> None:
         """Make the next step scale gradients so that their norm is at most ``value``; 0 scales nothing."""
