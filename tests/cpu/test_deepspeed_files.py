@@ -283,3 +283,33 @@ def test_small_parameters_and_optimizers_without_state_move(
     one_step = torch.tensor([1.0, 0.25])
     for earlier, later in ((before, engine_weights), (engine_weights, after)):
         assert torch.allclose(torch.tensor(earlier) - torch.tensor(later), one_step)
+
+
+def train_a_student(folder: str, kind: str, is_loaded: bool) -> list[float]:
+    """A frozen teacher is prepared first, and a student; the sums of the student's weights and moments."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    more = {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=2)} if kind == "deepspeed" else {}
+    accelerator = Accelerator(cpu=True, **more)  # type: ignore[arg-type]
+    teacher = accelerator.prepare(tiny(1).requires_grad_(False))
+    module = tiny(5 if is_loaded else 2)
+    student, optimizer = accelerator.prepare(module, adamw(module))
+    if is_loaded:
+        accelerator.load_state(folder)
+    else:
+        loop(accelerator, student, optimizer, steps=1)
+        accelerator.save_state(folder)
+    weights = accelerator.get_state_dict(student)
+    state = accelerator.strategy.optimizer_state(optimizer.optimizer, [teacher, student])
+    moments = [float(each["exp_avg"].double().sum()) for each in state.get("state", {}).values()]
+    return [float(value.double().sum()) for value in (weights or {}).values()] + moments
+
+
+def test_the_second_model_is_found_without_a_first_one(ranks: RankServer, tmp_path: Path) -> None:
+    """DeepSpeed writes the folder ``pytorch_model_1`` alone: the teacher has no optimizer."""
+    folder = tmp_path / "c"
+    saved, *_ = ranks(2, train_a_student, str(folder), "deepspeed", False, timeout=100)
+    assert (folder / "pytorch_model_1").is_dir()
+    assert not (folder / "pytorch_model").exists()
+    [alone] = ranks(1, train_a_student, str(folder), "single", True)
+    assert alone == pytest.approx(saved)

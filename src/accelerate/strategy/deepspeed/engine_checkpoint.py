@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ _LOADS = (
     *("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only"),
     "custom_load_fn",
 )
+_FOLDER_NAME = re.compile(r"pytorch_model(?:_([1-9]\d*))?")
 
 
 def folder_name(index: int) -> str:
@@ -194,10 +196,11 @@ def find_engine_checkpoints(folder: Path) -> list[ZeroCheckpoint]:
     """Return the DeepSpeed checkpoints in a checkpoint, or the one in DeepSpeed's own folder."""
     if _is_engine_folder(folder):
         return [ZeroCheckpoint(folder)]
-    checkpoints: list[ZeroCheckpoint] = []
-    while _is_engine_folder(folder / folder_name(len(checkpoints))):
-        checkpoints.append(ZeroCheckpoint(folder / folder_name(len(checkpoints)), len(checkpoints)))
-    return checkpoints
+    # A model that does not train has none: its number is left out.
+    matches = (_FOLDER_NAME.fullmatch(path.name) for path in folder.iterdir())
+    numbers = sorted(int(match[1] or 0) for match in matches if match is not None)
+    paths = [(folder / folder_name(number), number) for number in numbers]
+    return [ZeroCheckpoint(path, number) for path, number in paths if _is_engine_folder(path)]
 
 
 def _is_engine_folder(folder: Path) -> bool:
