@@ -285,6 +285,27 @@ def test_small_parameters_and_optimizers_without_state_move(
         assert torch.allclose(torch.tensor(earlier) - torch.tensor(later), one_step)
 
 
+# --- what a load leaves to the run
+
+
+def resume_with_another_limit(stage: str, folder: str) -> list[float]:
+    """The limits that the first step after a load clips by."""
+    limits = []
+    for limit in 100.0, 1e-3:
+        accelerator, model, optimizer = engine({**ASKED[stage], "gradient_clipping": limit})
+        if limits:
+            accelerator.load_state(folder)
+        limits.append(model.optimizer.clip_grad)
+        loop(accelerator, model, optimizer, clip=limit, steps=1)
+        accelerator.save_state(folder)
+    return limits
+
+
+def test_a_resumed_run_clips_by_its_own_limit(ranks: RankServer, tmp_path: Path) -> None:
+    """DeepSpeed takes that of the saved run in stages 1 and 2, for one step."""
+    assert ranks(2, resume_with_another_limit, "2", str(tmp_path / "c"))[0] == [100.0, 1e-3]
+
+
 def train_a_student(folder: str, kind: str, is_loaded: bool) -> list[float]:
     """A frozen teacher is prepared first, and a student; the sums of the student's weights and moments."""
     from accelerate import Accelerator, DeepSpeedPlugin

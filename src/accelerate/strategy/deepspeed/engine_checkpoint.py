@@ -142,6 +142,7 @@ class DeepSpeedEngineCheckpointer:
         # In stage 3 each rank has saved its own.
         replicate_buffers(self.handle.module)
         self.handle.clear_gradients()
+        self.handle.set_clipping(self.handle.clip_norm)  # DeepSpeed has taken that of the saved run
         self.handle.omitted_steps.is_over |= bool(facts.get("is_stepped_by_program"))
 
     def _load_resharded(self, checkpoint: ZeroCheckpoint) -> None:
