@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -283,6 +284,97 @@ def test_small_parameters_and_optimizers_without_state_move(
     one_step = torch.tensor([1.0, 0.25])
     for earlier, later in ((before, engine_weights), (engine_weights, after)):
         assert torch.allclose(torch.tensor(earlier) - torch.tensor(later), one_step)
+
+
+# --- universal checkpoints, which DeepSpeed's own converter makes
+
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
+
+
+def save_universal(folder: str, stages: tuple[str, ...]) -> None:
+    """Train, save, and convert; another scale and frozen layer than those of a new model."""
+    from deepspeed.checkpoint import ds_to_universal  # type: ignore[import-not-found]
+
+    for stage in stages:
+        accelerator, model, optimizer = engine(ASKED[stage], seed=3)
+        model.module.scale.fill_(0.25)
+        optimizer.param_groups[1]["lr"] = 0.02
+        loop(accelerator, model, optimizer, steps=HALF)
+        accelerator.save_state(f"{folder}/{stage}")
+        kept = states(accelerator, model, optimizer)
+        if accelerator.is_main_process:
+            torch.save(kept, f"{folder}/{stage}.pt")
+            folders = {f"{kind}_folder": f"{folder}/{name}/pytorch_model" for kind, name in
+                       (("input", stage), ("output", f"universal {stage}"))}  # fmt: skip
+            Path(f"{folder}/universal {stage}").mkdir()
+            settings = {"keep_temp_folder": False, "strict": True, "inject_missing_state": True}
+            ds_to_universal.main(
+                SimpleNamespace(num_extract_workers=1, num_merge_workers=1, **folders, **settings)
+            )
+        accelerator.wait_for_everyone()
+
+
+def load_universal(folder: str, ways: list[tuple[str, str]]) -> list[str]:
+    """Load each, and go on with the losses of one process; what the refusals say."""
+    for source, stage in ways:
+        accelerator, model, optimizer = engine({**ASKED[stage], **UNIVERSAL}, seed=5)
+        for name in (f"universal {source}", source):  # an ordinary one is read too
+            accelerator.load_state(f"{folder}/{name}")
+            theirs = torch.load(f"{folder}/{source}.pt")
+            mine = states(accelerator, model, optimizer)
+            if accelerator.is_main_process:
+                same(mine, theirs)
+            assert model.global_steps == HALF
+        goes_on(accelerator, model, optimizer, theirs)
+    messages = []
+    for stage, more in ("2", {}), ("0", UNIVERSAL):
+        accelerator, model, _ = engine({**ASKED[stage], **more}, seed=5)
+        before = accelerator.get_state_dict(model)
+        with pytest.raises(CheckpointError) as error:
+            accelerator.load_state(f"{folder}/universal 2")
+        messages.append(str(error.value))
+        after = accelerator.get_state_dict(model)
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+    return messages
+
+
+def test_universal_checkpoints_are_read_by_deepspeed(ranks: RankServer, tmp_path: Path) -> None:
+    """Float32 weights, moments, buffers and frozen layers; without the option they are refused."""
+    folder = str(tmp_path)
+    ranks(2, save_universal, folder, ("2", "3"), timeout=200)
+    ways = [("2", "2"), ("2", "1"), ("3", "3")]
+    for without, in_stage_0 in ranks(2, load_universal, folder, ways, timeout=200):
+        assert "is a universal checkpoint of DeepSpeed" in without
+        assert '"load_universal": true' in without
+        assert "is a universal checkpoint, and the ZeRO stage is 0" in in_stage_0
+    ranks(4, load_universal, folder, [("2", "2")], timeout=200)
+    with pytest.raises(CheckpointError, match="universal checkpoint"):
+        merge_command(merge_command_parser().parse_args([f"{folder}/universal 2", f"{folder}/merged"]))
+
+
+def load_without_optimizer_files(folder: str) -> tuple[str, bool]:
+    """What a load says, and whether the weights alone come back."""
+    accelerator, model, optimizer = engine(ASKED["2"], seed=3)
+    loop(accelerator, model, optimizer, steps=HALF)
+    weights = accelerator.get_state_dict(model)
+    accelerator.save_state(folder)
+    if accelerator.is_main_process:
+        for path in (*Path(folder).rglob("*_optim_states.pt"), *Path(folder).rglob("*.json")):
+            path.unlink()
+    accelerator.wait_for_everyone()
+    accelerator, model, optimizer = engine(ASKED["2"], seed=5)
+    with pytest.raises(CheckpointError) as error:
+        accelerator.load_state(folder)
+    accelerator.load_state(folder, load_module_only=True)
+    loaded = accelerator.get_state_dict(model)
+    return str(error.value), all(torch.equal(value, loaded[name]) for name, value in weights.items())
+
+
+def test_files_of_the_optimizer_that_are_missing_are_said(ranks: RankServer, tmp_path: Path) -> None:
+    """The model's file alone looked like one of stage 0, whose optimizer has no state."""
+    for message, is_same in ranks(2, load_without_optimizer_files, str(tmp_path / "c"), timeout=100):
+        assert "files of the optimizer are missing" in message
+        assert is_same
 
 
 # --- what a load leaves to the run

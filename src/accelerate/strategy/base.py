@@ -492,15 +492,17 @@ class EngineCheckpoint(Protocol):
         folder: the folder of the engine's files.
         tied_names: names of parameters that are tied, by the name under which they are kept.
         weights: by the names of the user's module; one is read whenever it is asked for.
-        shapes: dtype and shape of each weight.
+        shapes: dtype and shape of each weight; files that are missing are an error.
         has_optimizer_state: whether there is an optimizer's state.
     """
 
     index: int
     folder: Path
     tied_names: Mapping[str, str]
-    shapes: Mapping[str, tuple[torch.dtype, torch.Size]]
     has_optimizer_state: bool
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[torch.dtype, torch.Size]]: ...
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]: ...

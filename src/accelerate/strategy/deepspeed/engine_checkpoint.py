@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from accelerate.strategy.deepspeed.zero_checkpoint import (
     MARK_FILE,
     ZeroCheckpoint,
     find_unsupported_file,
+    is_universal,
     rank_of_file,
     read_mark,
 )
@@ -42,7 +43,8 @@ class DeepSpeedEngineCheckpointer:
         handle: the engine.
         index: the number of its model.
         world: the world.
-        options: more arguments of DeepSpeed's ``save_checkpoint`` or ``load_checkpoint``.
+        options: more arguments of DeepSpeed's ``save_checkpoint`` or ``load_checkpoint``; for a load also
+            ``strict``, for which DeepSpeed says ``load_module_strict``.
 
     Attributes:
         objects: what DeepSpeed saves by itself: the prepared model, its optimizer, its own schedule.
@@ -85,9 +87,10 @@ class DeepSpeedEngineCheckpointer:
 
     def compare(self, folder: Path, /) -> str:
         """Return why the saved shapes do not fit the model; empty where only DeepSpeed can read them."""
-        if self.options.get("custom_load_fn") is not None or find_unsupported_file(folder / self.name):
+        options = self._load_options
+        if options.get("custom_load_fn") is not None or find_unsupported_file(folder / self.name):
             return ""
-        strict = bool(self.options.get("load_module_strict", True))
+        strict = bool(options.get("load_module_strict", True))
         own = {name: value.shape for name, value in full_state.shape_template(self.handle.module).items()}
         checkpoint = self._open_checkpoint(folder / self.name)
         saved = {name: shape for name, (_, shape) in checkpoint.shapes.items()}
@@ -100,14 +103,44 @@ class DeepSpeedEngineCheckpointer:
         wrong += [f"{name} is not in the model" for name in saved.keys() - own.keys() if strict]
         return "; ".join(sorted(wrong)[:6]) or self._compare_optimizer(read_mark(folder / self.name))
 
+    @property
+    def _load_options(self) -> dict[str, Any]:
+        """The options of a load, under DeepSpeed's names."""
+        options = dict(self.options)
+        if not options.pop("strict", True):
+            options.setdefault("load_module_strict", False)
+        return options
+
+    @property
+    def _loads_weights_only(self) -> bool:
+        options = self.options
+        return bool(options.get("load_module_only")) or not options.get("load_optimizer_states", True)
+
     def _open_checkpoint(self, tag_folder: Path) -> ZeroCheckpoint:
-        return ZeroCheckpoint(tag_folder, tied_names=tied_names(self.handle.module))
+        needs_optimizer = not (self._loads_weights_only or self._loads_universal(tag_folder))
+        ties = tied_names(self.handle.module)
+        return ZeroCheckpoint(tag_folder, tied_names=ties, needs_optimizer=needs_optimizer)
+
+    def _loads_universal(self, tag_folder: Path) -> bool:
+        """Return whether DeepSpeed is to read a universal checkpoint.
+
+        Raises:
+            CheckpointError: it cannot, in stage 0.
+        """
+        if not (is_universal(tag_folder) and self.handle.engine.load_universal_checkpoint()):
+            return False
+        if not self.handle.stage:
+            raise CheckpointError(
+                f"{tag_folder} is a universal checkpoint, and the ZeRO stage is 0",
+                why="DeepSpeed loads one into the float32 vectors of a stage above 0, and here nothing",
+                fix="use stage 1, 2 or 3",
+            )
+        return True
 
     def _compare_optimizer(self, facts: dict[str, Any]) -> str:
         """Return why the saved optimizer state does not fit; empty where that was not recorded."""
         saved, own = facts.get("optimizer"), _describe_optimizer(self.handle)
-        only = self.options.get("load_module_only") or not self.options.get("load_optimizer_states", True)
-        if saved is None or own is None or only:
+        if saved is None or own is None or self._loads_weights_only:
             return ""
         lacking = sorted(set(own["options"]) - set(saved["options"]))
         surplus = sorted(set(saved["options"]) - set(own["options"]))
@@ -124,19 +157,19 @@ class DeepSpeedEngineCheckpointer:
     def load(self, folder: Path, /) -> None:
         """Load a DeepSpeed checkpoint; collective.
 
-        With the same world size and stage DeepSpeed reads it. Otherwise each rank reads its shards out of all
-        files.
+        With the same world size and stage DeepSpeed reads it, and so a universal one, if its configuration
+        says ``load_universal``. Otherwise each rank reads its shards out of all files.
 
         Raises:
             CheckpointError: there is nothing, or only DeepSpeed can read it.
         """
-        _check_options(self.options, _LOADS, "load_state")
+        _check_options(self._load_options, _LOADS, "load_state")
         tag_folder = folder / self.name
-        facts = read_mark(tag_folder) or _written_layout(tag_folder, self._layout)
-        if self._layout.items() <= facts.items():
-            path, _ = self.handle.engine.load_checkpoint(str(folder), tag=self.name, **self.options)
-            if path is None:
-                raise CheckpointError(f"DeepSpeed found nothing to load in {tag_folder}")
+        facts = read_mark(tag_folder)
+        if self._loads_universal(tag_folder):
+            self._load_universal(folder)
+        elif self._is_of_this_layout(tag_folder, facts):
+            self._load_by_deepspeed(folder)
         else:
             self._load_resharded(self._open_checkpoint(tag_folder))
         # In stage 3 each rank has saved its own.
@@ -145,9 +178,39 @@ class DeepSpeedEngineCheckpointer:
         self.handle.set_clipping(self.handle.clip_norm)  # DeepSpeed has taken that of the saved run
         self.handle.omitted_steps.is_over |= bool(facts.get("is_stepped_by_program"))
 
+    def _is_of_this_layout(self, tag_folder: Path, facts: Mapping[str, Any]) -> bool:
+        """Return whether DeepSpeed reads the files: they fit this stage and world size, or it alone can."""
+        if find_unsupported_file(tag_folder):
+            return not facts or self._layout.items() <= facts.items()
+        if self.handle.engine.load_universal_checkpoint():  # it would look for the folder ``zero``
+            return False
+        if not facts:
+            checkpoint = self._open_checkpoint(tag_folder)
+            facts = {"stage": checkpoint.stage, "processes": checkpoint.processes}
+        return self._layout.items() <= facts.items()
+
+    def _load_universal(self, folder: Path) -> None:
+        """Let DeepSpeed read a universal checkpoint, and load what it leaves as it is."""
+        self._load_by_deepspeed(folder)
+        if find_unsupported_file(folder / self.name):
+            return
+        checkpoint = self._open_checkpoint(folder / self.name)
+        full_state.load_model(self.handle, checkpoint.untrained_weights, strict=False)
+        if self.handle.stage == 3 and not self._loads_weights_only:
+            # It gives all groups the options of the first.
+            for group, options in zip(
+                self.handle.optimizer.param_groups, checkpoint.universal_options, strict=False
+            ):
+                group.update(options)
+
+    def _load_by_deepspeed(self, folder: Path) -> None:
+        path, _ = self.handle.engine.load_checkpoint(str(folder), tag=self.name, **self._load_options)
+        if path is None:
+            raise CheckpointError(f"DeepSpeed found nothing to load in {folder / self.name}")
+
     def _load_resharded(self, checkpoint: ZeroCheckpoint) -> None:
         """Load this rank's shards out of the files of all ranks."""
-        handle, options = self.handle, self.options
+        handle, options = self.handle, self._load_options
         only = bool(options.get("load_module_only"))
         if options.get("custom_load_fn") is not None:
             raise CheckpointError(
@@ -155,16 +218,20 @@ class DeepSpeedEngineCheckpointer:
                 "number of processes, or in another stage",
                 why="DeepSpeed calls it for files that were written as they are read",
             )
-        # Each joined weight is a copy: a few at a time. ``compare`` has seen that names and shapes fit.
-        weights, shapes = checkpoint.weights, checkpoint.shapes
-        for chunk in full_state.split_by_numel(weights, lambda name: shapes[name][1].numel()):
-            full_state.load_model(handle, {name: weights[name] for name in chunk}, strict=False)
-        if checkpoint.has_optimizer_state and not only and options.get("load_optimizer_states", True):
+        # A form of the optimizer's state that cannot be read is refused before weights are changed.
+        state: dict[str, Any] | None = None
+        if checkpoint.has_optimizer_state and not self._loads_weights_only:
             names: dict[int, list[str]] = {}
             for name, parameter in handle.module.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), []).append(name)
             groups = [[names.get(id(p), []) for p in group] for group in handle.groups]
-            full_state.load_optimizer(handle, checkpoint.optimizer_state(groups, [{} for _ in groups]))
+            state = checkpoint.optimizer_state(groups, [{} for _ in groups])
+        # Each joined weight is a copy: a few at a time. ``compare`` has seen that names and shapes fit.
+        weights, shapes = checkpoint.weights, checkpoint.shapes
+        for chunk in full_state.split_by_numel(weights, lambda name: shapes[name][1].numel()):
+            full_state.load_model(handle, {name: weights[name] for name in chunk}, strict=False)
+        if state is not None:
+            full_state.load_optimizer(handle, state)
             if (scaler := getattr(handle.engine_optimizer, "loss_scaler", None)) is not None:
                 own = vars(scaler)
                 own.update({name: value for name, value in checkpoint.scaler.items() if name in own})
@@ -183,14 +250,6 @@ def _describe_optimizer(handle: EngineHandle) -> dict[str, Any] | None:
     options = sorted({name for group in handle.optimizer.param_groups for name in group} - {"params"})
     groups = [len(group) for group in handle.groups]
     return {"class": type(handle.optimizer).__name__, "options": options, "groups": groups}
-
-
-def _written_layout(folder: Path, here: dict[str, int]) -> dict[str, int]:
-    """Return stage and world size of a folder without a mark; ``here`` where only DeepSpeed can read it."""
-    if find_unsupported_file(folder):
-        return here
-    checkpoint = ZeroCheckpoint(folder)
-    return {"stage": checkpoint.stage, "processes": checkpoint.processes}
 
 
 def find_engine_checkpoints(folder: Path) -> list[ZeroCheckpoint]:

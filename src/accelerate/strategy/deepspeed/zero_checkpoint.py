@@ -65,6 +65,8 @@ class ZeroCheckpoint:
         folder: DeepSpeed's folder.
         index: the number of its model in the checkpoint.
         tied_names: ties of the model that will load it, for folders that do not tell them.
+        needs_optimizer: without the optimizer's files there is no float32 weight and no moment; False reads
+            the weights as the model computes with them, which are in the model's file below stage 3.
 
     Raises:
         CheckpointError: files are missing, or have an unknown form.
@@ -75,16 +77,24 @@ class ZeroCheckpoint:
         stage: the ZeRO stage.
         rank0_state: what rank 0 has written besides the vectors.
         tied_names: names of parameters that are tied, by the name under which they are kept.
-        shapes: dtype and shape of each weight, in the order of the model's state dict.
         weights: by the names of the user's module: trained ones in float32, as the optimizer has them.
         has_optimizer_state: whether there is an optimizer's state.
     """
 
-    def __init__(self, folder: Path, index: int = 0, tied_names: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        index: int = 0,
+        tied_names: Mapping[str, str] | None = None,
+        *,
+        needs_optimizer: bool = True,
+    ) -> None:
         self.folder, self.index = folder, index
         self._model_files, self._optimizer_files = _model_files(folder), _find_optimizer_files(folder)
         self._load = cache(_load_file)
         self.rank0_state: dict[str, Any] = self._load(self._model_files[0])
+        has_vectors = self.rank0_state.get("param_shapes") is not None
+        self._lacks_vectors = needs_optimizer and has_vectors and not self._optimizer_files
         try:
             self._read_layout(tied_names or {})
         except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -95,7 +105,7 @@ class ZeroCheckpoint:
         if self._optimizer_files and self.rank0_state.get("param_shapes") is None:
             raise self._unknown_form_error("it does not say which parameters the vectors hold")
         self.tied_names: Mapping[str, str] = dict(self._read_ties(model_ties))
-        self.shapes: Mapping[str, tuple[torch.dtype, torch.Size]] = dict(self._read_shapes())
+        self._shapes = dict(self._read_shapes())
         self.has_optimizer_state = bool(self._optimizer_files) or isinstance(
             self.rank0_state.get("optimizer"), Mapping
         )
@@ -132,8 +142,8 @@ class ZeroCheckpoint:
     @cached_property
     def stage(self) -> int:
         """The ZeRO stage, 0 to 3."""
-        if not self._optimizer_files:
-            return 0
+        if not self._optimizer_files:  # only in stage 3 each rank has written of the model
+            return 3 if rank_of_file(self._model_files[-1].name, default=-1) >= 0 else 0
         stage = self._load_optimizer_state(0).get("zero_stage")
         return int(stage.args[0] if isinstance(stage, DeepSpeedUnpickleStub) else stage or 0)
 
@@ -147,6 +157,17 @@ class ZeroCheckpoint:
     # --- weights
 
     @property
+    def shapes(self) -> Mapping[str, tuple[torch.dtype, torch.Size]]:
+        """The dtype and shape of each weight, in the order of the model's state dict.
+
+        Raises:
+            CheckpointError: files of the optimizer are missing.
+        """
+        if self._lacks_vectors:
+            raise _no_optimizer_error(self.folder)
+        return self._shapes
+
+    @property
     def weights(self) -> Mapping[str, torch.Tensor]:
         """The weights, each read when it is asked for.
 
@@ -154,6 +175,19 @@ class ZeroCheckpoint:
         """
         readers = {name: partial(self._read_weight, self.tied_names.get(name, name)) for name in self.shapes}
         return LazyZeroCheckpointMapping(readers)
+
+    @property
+    def untrained_weights(self) -> dict[str, torch.Tensor]:
+        """The buffers and frozen parameters."""
+        trained = {name for group in self._param_groups for name in group}
+        names = [name for name in self.shapes if self.tied_names.get(name, name) not in trained]
+        return {name: self._read_weight(self.tied_names.get(name, name)) for name in names}
+
+    @property
+    def universal_options(self) -> list[dict[str, Any]]:
+        """The options of each group of the optimizer, in a universal checkpoint."""
+        groups = self._load(self.folder / "zero" / "optimizer_state.pt")["param_groups"]
+        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
     @cached_property
     def _param_groups(self) -> list[dict[str, torch.Size]]:
@@ -183,7 +217,10 @@ class ZeroCheckpoint:
         if self.stage == 3 and name in (self.rank0_state.get("frozen_param_shapes") or {}):
             parts = [self._load(path)["frozen_param_fragments"][name] for path in self._model_files]
             return torch.cat([part.view(-1) for part in parts])[: shape.numel()].view(shape)
-        return self._module_state[name]
+        value = self._module_state[name]
+        if value.shape != shape:  # stage 3 leaves no elements there
+            raise _no_optimizer_error(self.folder)
+        return value
 
     # --- what lies where
 
@@ -408,7 +445,28 @@ def _find_optimizer_files(folder: Path) -> list[Path]:
     return files
 
 
-def rank_of_file(name: str) -> int:
-    """Return the rank that wrote a file, such as 3 of ``zero_pp_rank_3_mp_rank_00_model_states.pt``; or 0."""
+def _no_optimizer_error(folder: Path) -> CheckpointError:
+    if is_universal(folder):
+        return CheckpointError(
+            f"{folder} is a universal checkpoint of DeepSpeed",
+            why="its float32 weights and optimizer state, in the folder zero, are read by DeepSpeed alone",
+            fix='resume under DeepSpeed in a stage above 0, with "checkpoint": {"load_universal": true} in '
+            "its configuration; or load the checkpoint that it was converted from",
+        )
+    return CheckpointError(
+        f"files of the optimizer are missing in {folder}",
+        why="it was written in a stage above 0, in which they have the float32 weights too",
+        fix="copy the files *_optim_states.pt of all ranks, or, under DeepSpeed, load the weights alone: "
+        "accelerator.load_state(folder, load_module_only=True)",
+    )
+
+
+def is_universal(folder: Path) -> bool:
+    """Return whether DeepSpeed's ``ds_to_universal`` has written into a folder."""
+    return (folder / "zero").is_dir()
+
+
+def rank_of_file(name: str, default: int = 0) -> int:
+    """Return the rank that wrote a file, such as 3 of ``zero_pp_rank_3_mp_rank_00_model_states.pt``."""
     match = re.search(r"zero_pp_rank_(\d+)_", name)
-    return int(match[1]) if match else 0
+    return int(match[1]) if match else default
