@@ -426,3 +426,27 @@ def test_the_second_model_is_found_without_a_first_one(ranks: RankServer, tmp_pa
     assert not (folder / "pytorch_model").exists()
     [alone] = ranks(1, train_a_student, str(folder), "single", True)
     assert alone == pytest.approx(saved)
+
+
+def load_with_a_new_buffer(folder: str) -> tuple[str, float, float]:
+    """What a strict load says; a weight that another load takes, and the buffer that it leaves."""
+    accelerator, model, optimizer = engine(ASKED["2"], seed=3)
+    loop(accelerator, model, optimizer, steps=1)
+    accelerator.save_state(folder)
+    expected = model.module.embed.weight.sum().item()
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ASKED["2"]))
+    module = tiny(5)
+    module.register_buffer("extra", torch.full((1,), 7.0))
+    model, optimizer = accelerator.prepare(module, adamw(module))
+    with pytest.raises(CheckpointError) as error:
+        accelerator.load_state(folder)
+    accelerator.load_state(folder, strict=False)
+    return str(error.value), model.module.embed.weight.sum().item() - expected, module.extra.item()
+
+
+def test_strict_is_passed_on_to_deepspeed(ranks: RankServer, tmp_path: Path) -> None:
+    for message, difference, extra in ranks(2, load_with_a_new_buffer, str(tmp_path / "c")):
+        assert "extra was not saved" in message
+        assert (difference, extra) == (0.0, 7.0)

@@ -346,7 +346,7 @@ class CheckpointManager:
         train_state.gradients = self.window
         engine_files: list[Any] = []
         if isinstance(self.strategy, EngineStrategy):
-            engine_files = self.strategy.engine_files(self.prepared.models, options)
+            engine_files = self.strategy.engine_files(self.prepared.models, {**options, "strict": strict})
         elif options:
             raise SettingError(
                 f"load_state was given {', '.join(sorted(options))}, "

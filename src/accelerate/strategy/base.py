@@ -599,7 +599,7 @@ class EngineStrategy(Strategy):
 
         Args:
             models: all prepared models.
-            options: more arguments of the save or the load.
+            options: more arguments of the save or the load; those of a load have ``strict`` too.
         """
         return []
 
