@@ -62,14 +62,20 @@ class EngineStateLoader:
 
     def load(self, folder: Path, /) -> None:
         """Load full states on the host of every rank; the strategy keeps the shard of this rank."""
+        # An optimizer's state that cannot be read is refused before weights are changed.
+        state = self._optimizer_state() if self.checkpoint.has_optimizer_state else None
         self.strategy.load_model(self.model, dict(self.checkpoint.weights), strict=self.strict)
-        if self.optimizer is None or not self.checkpoint.has_optimizer_state:
+        if self.optimizer is None or state is None:
             return
-        view = self.strategy.optimizer_checkpoint_view(self.optimizer)
-        options = [{k: v for k, v in group.items() if k != "params"} for group in view.param_groups]
-        state = self.checkpoint.optimizer_state(self._parameter_names(self.optimizer, view), options)
         state["state"] = {number: dict(values) for number, values in state["state"].items()}
         load_optimizer_state(self.strategy, self.optimizer, self.models, state)
+
+    def _optimizer_state(self) -> dict[str, Any] | None:
+        if self.optimizer is None:
+            return None
+        view = self.strategy.optimizer_checkpoint_view(self.optimizer)
+        options = [{k: v for k, v in group.items() if k != "params"} for group in view.param_groups]
+        return self.checkpoint.optimizer_state(self._parameter_names(self.optimizer, view), options)
 
     def _parameter_names(
         self, plain: torch.optim.Optimizer, own: torch.optim.Optimizer

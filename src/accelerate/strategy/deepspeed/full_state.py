@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from accelerate.core.errors import CheckpointError, PrepareError
+from accelerate.core import tree
+from accelerate.core.errors import CheckpointError, PrepareError, list_first
 from accelerate.strategy.deepspeed.engine_handle import EngineHandle
 
 T = TypeVar("T")
@@ -163,6 +164,8 @@ def model_state(module: nn.Module, keep: bool, handle: EngineHandle | None = Non
     """
     seen: dict[int, Any] = {}
     done: set[int] = set()
+    if handle is not None:
+        refuse_experts(handle)
     if handle is not None and handle.has_fp32_copies:
         parameters = _fragmented_params(handle)
         done = set(map(id, parameters))
@@ -274,28 +277,33 @@ def optimizer_state(handle: EngineHandle, keep: bool) -> dict[str, Any]:
     """Return the optimizer's full state dict, as in one process; empty where not ``keep``; collective."""
     if not handle.has_fp32_copies:
         return handle.optimizer.state_dict() if keep else {}
+    refuse_experts(handle)
     parameters, fragments = _require_fragments(handle), _fragments_in_memory(handle)
     numbers = {id(p): number for number, p in enumerate(p for group in handle.groups for p in group)}
-    vector_states = handle.optimizer.state
+    vectors, vector_states = _group_vectors(handle), handle.optimizer.state
+    param_states = {id(p): vector_states.get(vectors[id(p)], {}) for p in parameters}
+    _refuse_block_states(handle, vectors.values())
     states: dict[int, dict[str, Any]] = {}
-    # In the same order on all ranks.
-    elementwise = {n for flat, s in vector_states.items() for n, v in s.items() if _is_elementwise(v, flat)}
-    for name in sorted(elementwise):
+    # In the same order on all ranks. Groups may keep different states: SGD without momentum has none.
+    for name in sorted({name for param_state in param_states.values() for name in param_state}):
+        members = [p for p in parameters if _is_elementwise(param_states[id(p)].get(name), vectors[id(p)])]
         whole = gather_params(
             handle,
-            parameters,
+            members,
             fragments,
             lambda piece, name=name: piece.slice_vector(vector_states[piece.flat][name]),
             keep,
         )
-        for parameter in parameters if keep else ():
+        for parameter in members if keep else ():
             states.setdefault(numbers[id(parameter)], {})[name] = whole[id(parameter)]
     if not keep:
         return {}
-    # What is kept once for a vector, such as a step count, is the same for all vectors.
-    for name, value in next(iter(vector_states.values())).items() if states else ():
-        for number in states if name not in elementwise else ():
-            states[number][name] = value.clone() if isinstance(value, torch.Tensor) else value
+    # Other states, such as a step count, are kept once for a vector.
+    for parameter in parameters:
+        for name, value in param_states[id(parameter)].items():
+            if not _is_elementwise(value, vectors[id(parameter)]):
+                value = value.clone() if isinstance(value, torch.Tensor) else value
+                states.setdefault(numbers[id(parameter)], {})[name] = value
     return {"state": dict(sorted(states.items())), "param_groups": _param_groups(handle)}
 
 
@@ -309,6 +317,63 @@ def _require_fragments(handle: EngineHandle) -> list[torch.Tensor]:
             "above 0",
         )
     return parameters
+
+
+def _group_vectors(handle: EngineHandle) -> dict[int, torch.Tensor]:
+    """Return this rank's float32 vector for each trained parameter, by ``id``.
+
+    It is that of the parameter's group, also where it holds nothing of this parameter.
+    """
+    inner = handle.engine_optimizer
+    if hasattr(inner, "fp32_partitioned_groups_flat"):
+        flats, places = inner.fp32_partitioned_groups_flat, inner.grad_position
+        return {id(p): flats[places[inner.get_param_id(p)][0]] for p in _fragmented_params(handle)}
+    flats = getattr(inner, "single_partition_of_fp32_groups", None) or inner.fp32_groups_flat_partition
+    groups = getattr(inner, "bit16_groups", None) or inner.bf16_groups
+    return {id(p): flat for group, flat in zip(groups, flats, strict=True) for p in group}
+
+
+def _refuse_block_states(handle: EngineHandle, vectors: Iterable[torch.Tensor]) -> None:
+    """Refuse states that are of a whole vector, such as the scales of blocks of 8-bit optimizers.
+
+    Raises:
+        PrepareError: there is one, on all ranks.
+    """
+    for flat in {id(flat): flat for flat in vectors}.values():
+        for name, value in handle.optimizer.state.get(flat, {}).items():
+            if not _is_elementwise(value, flat) and tree.find_leaf(_has_elements, value) is not None:
+                raise PrepareError(
+                    f"the full state of {type(handle.optimizer).__name__}, or one of another world size",
+                    why=f"it keeps {name} for each rank's elements as a whole, or by blocks of them",
+                    fix="accelerator.save_state(folder) without sharded=False, and load_state with the same "
+                    "number of processes in the same stage",
+                )
+
+
+def _has_elements(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.numel() > 1
+
+
+def refuse_experts(handle: EngineHandle) -> None:
+    """Refuse full states of experts that differ by rank.
+
+    Raises:
+        PrepareError: DeepSpeed has partitioned experts over ranks.
+    """
+    parameters = handle.module.named_parameters()
+    experts: dict[str, Any] = {name: p for name, p in parameters if not getattr(p, "allreduce", True)}
+    if not experts:
+        return
+    from deepspeed.utils import groups  # type: ignore[import-not-found]
+
+    names = {p.group_name for p in experts.values()}
+    sizes = set(map(groups._get_expert_parallel_world_size, names))
+    if sizes != {1}:
+        raise PrepareError(
+            f"a full state of the experts {list_first(experts)}, of which each rank has others",
+            why=f"DeepSpeed has partitioned them over {max(sizes)} ranks, under the same names on each",
+            fix="accelerator.save_state(folder) without sharded=False lets DeepSpeed write all of them",
+        )
 
 
 def _is_elementwise(value: Any, flat: torch.Tensor) -> bool:
@@ -339,7 +404,8 @@ def load_optimizer(handle: EngineHandle, state: Mapping[str, Any]) -> None:
     """Load a full state dict that every rank passes; each keeps its fragments.
 
     Raises:
-        CheckpointError: it is of another number of parameters.
+        CheckpointError: it is of another number of parameters, or of an optimizer that computes with whole
+            parameters or blocks of them.
     """
     if not handle.has_fp32_copies:
         # torch copies mappings by their class, and those of a checkpoint are read lazily.
@@ -368,6 +434,12 @@ def load_optimizer(handle: EngineHandle, state: Mapping[str, Any]) -> None:
 
 def _load_fragment(vector_states: dict[str, Any], piece: ParamFragment, name: str, value: Any) -> None:
     whole = isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == _numel(piece.parameter)
+    if not whole and tree.find_leaf(_has_elements, value) is not None:
+        raise CheckpointError(
+            f"the optimizer's state {name} has not one value for each element of its parameter",
+            why="DeepSpeed steps flat vectors of several parameters, and this one is of a whole parameter",
+            fix="load it where it was saved, without DeepSpeed or in stage 0",
+        )
     if not whole:
         vector_states[name] = value.clone() if isinstance(value, torch.Tensor) else value
         return

@@ -406,10 +406,12 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, DeepSpeedBackward, Mo
         Below stage 3 parameters are views of flat buffers: ``torch.save`` of one writes the whole buffer.
 
         Raises:
-            PrepareError: it is partitioned, and gathering was forbidden.
+            PrepareError: it is partitioned, and gathering was forbidden; or ranks have different experts.
         """
-        from accelerate.strategy.deepspeed.full_state import model_state
+        from accelerate.strategy.deepspeed.full_state import model_state, refuse_experts
 
+        if (handle := self.engines.find(model)) is not None:
+            refuse_experts(handle)
         module = self.unwrap(model)
         is_partitioned = any(hasattr(p, "ds_id") for p in module.parameters())
         if is_partitioned and not self.plugin.may_gather:

@@ -319,6 +319,7 @@ class ZeroCheckpoint:
                 )
             return dict(state)
         base_states = self._base_states
+        self._check_elementwise()
         number = 0
         groups: list[dict[str, Any]] = []
         readers: dict[int, Callable[[], dict[str, Any]]] = {}
@@ -349,6 +350,24 @@ class ZeroCheckpoint:
                 fix="prepare the optimizer of the same parameters as when it was saved",
             )
 
+    def _check_elementwise(self) -> None:
+        for vector, states in self._base_states[0]["state"].items():
+            for key, value in states.items():
+                is_whole = isinstance(value, torch.Tensor) and value.numel() > 1
+                if is_whole and not self._is_elementwise(value, vector):
+                    raise CheckpointError(
+                        f"{self.folder} cannot be read by other processes than those that wrote it",
+                        why=f"the optimizer keeps {key} for each rank's elements as a whole, or by blocks "
+                        "of them",
+                        fix="load it with the same number of processes in the same stage",
+                    )
+
+    def _is_elementwise(self, value: Any, vector: int) -> bool:
+        """Return whether a state has a value for each element of a vector, which is saved without padding."""
+        numel = self._fp32_vectors[0][vector].numel()
+        padded_numel = numel + 2 * self.processes**2
+        return isinstance(value, torch.Tensor) and value.dim() > 0 and numel <= value.numel() <= padded_numel
+
     def _vector_index(self, name: str) -> int:
         """Return the number of the vector with a parameter."""
         group, spans = self._spans[name]
@@ -360,13 +379,13 @@ class ZeroCheckpoint:
     def _param_state(self, name: str) -> dict[str, Any]:
         """Return the optimizer state of one parameter."""
         shape = self.shapes[name][1]
-        first: Mapping[str, Any] = self._base_states[0]["state"][self._vector_index(name)]
+        vector = self._vector_index(name)
+        first: Mapping[str, Any] = self._base_states[0]["state"][vector]
         param_state: dict[str, Any] = {}
         for key, value in first.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
+            if self._is_elementwise(value, vector):
                 vectors = [
-                    [base_state["state"][i][key].view(-1) if i in base_state["state"] else flat
-                     for i, flat in enumerate(flats)]
+                    [base_state["state"].get(i, {}).get(key, flat).view(-1) for i, flat in enumerate(flats)]
                     for base_state, flats in zip(self._base_states, self._fp32_vectors, strict=True)
                 ]  # fmt: skip
                 param_state[key] = self._join_pieces(name, vectors, shape)
