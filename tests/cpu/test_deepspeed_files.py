@@ -437,7 +437,7 @@ def load_with_a_new_buffer(folder: str) -> tuple[str, float, float]:
     from accelerate import Accelerator, DeepSpeedPlugin
 
     accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ASKED["2"]))
-    module = tiny(5)
+    module: Any = tiny(5)
     module.register_buffer("extra", torch.full((1,), 7.0))
     model, optimizer = accelerator.prepare(module, adamw(module))
     with pytest.raises(CheckpointError) as error:
