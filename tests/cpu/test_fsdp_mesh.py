@@ -128,7 +128,7 @@ def test_a_model_that_the_user_shards_combines_with_the_prepared_one(ranks: Rank
 # --- every placement
 
 
-PLACED = ("S0 R", "R S1", "S0 S1", "S0 S0", "R R", "strided S0", "R P", "S0 P")
+PLACED = ("S0 R", "R S1", "S0 S1", "S0 S0", "R R", "strided S0", "R P", "S0 P", "S0 fused", "R fused")
 
 
 def placements(text: str) -> list[Any]:
@@ -137,7 +137,7 @@ def placements(text: str) -> list[Any]:
 
     kinds = {
         "S0": Shard(0), "S1": Shard(1), "R": Replicate(), "P": Partial(),
-        "strided": _StridedShard(0, split_factor=2),
+        "strided": _StridedShard(0, split_factor=2), "fused": _StridedShard(1, split_factor=3),
     }  # fmt: skip
     return [kinds[word] for word in text.split()]
 
@@ -148,8 +148,9 @@ def every_placement() -> dict[str, Any]:
     from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
     from accelerate import PartialState
-    from accelerate.strategy.sharding.full_state import distribute, gather_to_host, local_shard
+    from accelerate.strategy.sharding.full_state import distribute, gather_to_host
     from accelerate.strategy.sharding.grads import clip_norm, clip_value
+    from accelerate.world.shard_boxes import local_shard
 
     PartialState()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))

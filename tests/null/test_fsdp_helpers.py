@@ -1,7 +1,9 @@
-"""Parts of FSDP in one process: which processes share, how a tensor was cut, blocks that fail."""
+"""Parts of FSDP in one process: which processes share, how a tensor was sharded, blocks that fail."""
 
 from __future__ import annotations
 
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +18,14 @@ from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.core.errors import SettingError
 from accelerate.facade.runtime import choose_strategy
 from accelerate.strategy.base import StrategyRequest
-from accelerate.strategy.protocol.gradient_sync import GradientSync
+from accelerate.strategy.protocol.gradient_sync import GradientPiece, GradientSync, join_pieces
 from accelerate.strategy.sharding.activation_checkpointing import (
     checkpoint_activations,
     offload_inputs,
     offloads_inputs,
 )
-from accelerate.strategy.sharding.full_state import shard_mesh_dims
 from accelerate.strategy.sharding.sharding_layout import find_units
+from accelerate.world.shard_boxes import local_shard, shard_boxes, shard_mesh_dims, shards_of_ranks
 from accelerate.world.world import World
 
 
@@ -61,6 +63,96 @@ def test_the_last_cut_is_undone_first() -> None:
     assert shard_mesh_dims((Shard(0), Shard(1))) == [0, 1]
     assert shard_mesh_dims((Replicate(), Shard(0))) == [1]
     assert shard_mesh_dims((Replicate(), strided, Shard(0))) == [2, 1]
+    assert shard_mesh_dims((strided, strided)) == [1, 0]
+    assert shard_mesh_dims((strided, Shard(1))) == [0, 1]
+
+
+class Mesh:
+    """A mesh as one of its ranks sees it."""
+
+    def __init__(self, sizes: tuple[int, ...], place: tuple[int, ...]) -> None:
+        self.sizes, self.place = sizes, place
+
+    def size(self, axis: int = 0) -> int:
+        return self.sizes[axis]
+
+    def get_local_rank(self, axis: int = 0) -> int:
+        return self.place[axis]
+
+
+def dtensors(shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Any, ...]) -> list[Any]:
+    """Return what each rank of a mesh knows of its shard."""
+    places = product(*map(range, sizes))
+    return [
+        SimpleNamespace(device_mesh=Mesh(sizes, place), placements=placements, shape=shape)
+        for place in places
+    ]
+
+
+def by_torch(value: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return a shard by torch's own rule, one mesh dimension after another."""
+    for axis, placement in enumerate(like.placements):
+        if hasattr(placement, "dim"):
+            size, rank = like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis)
+            value = placement._split_tensor(value, size, with_padding=False)[0][rank]
+    return value
+
+
+FUSED: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+    "gate and up of experts": ((1, 2), (Shard(0), _StridedShard(1, split_factor=2))),
+    "the same over shards": ((2, 2), (Shard(0), _StridedShard(1, split_factor=2))),
+    "over replicas": ((2, 2), (Replicate(), _StridedShard(1, split_factor=2))),
+    "the last dimension": ((2, 3), (Shard(0), _StridedShard(2, split_factor=2))),
+    "tensor parallel alone": ((2,), (_StridedShard(1, split_factor=2),)),
+    "three parts": ((4,), (_StridedShard(1, split_factor=3),)),
+    "fused last in the mesh": ((2, 2), (Shard(1), _StridedShard(1, split_factor=2))),
+    "FSDP over rows": ((2, 2), (_StridedShard(1, split_factor=2), Shard(1))),
+}
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_a_rank_holds_what_torch_gives_it(case: str) -> None:
+    sizes, placements = FUSED[case]
+    value = torch.arange(4 * 24 * 12.0).view(4, 24, 12)
+    filled, pieces = torch.zeros_like(value), list[GradientPiece]()
+    every = dtensors(tuple(value.shape), sizes, placements)
+    for like in every:
+        shard = local_shard(value, like)
+        assert torch.equal(shard, by_torch(value, like))
+        boxes = shard_boxes(like)
+        for box in boxes:
+            filled[box.slices] = shard[box.local_slices]
+        pieces.append(GradientPiece(shard, tuple(value.shape), boxes[0].offsets, 1, tuple(map(tuple, boxes))))
+        assert sum(torch.Size(box.sizes).numel() for box in boxes) == shard.numel()
+    assert torch.equal(filled, value)
+    copies = sum(piece.values.numel() for piece in pieces) // value.numel()
+    assert torch.equal(join_pieces(pieces), value * copies)
+    reduced = [GradientPiece(p.values, p.shape, p.offsets, 0, p.boxes) for p in pieces]
+    assert torch.equal(join_pieces(reduced), value)
+    if len(sizes) == 1:
+        shards = shards_of_ranks(value, every[0])
+        assert all(map(torch.equal, shards, (local_shard(value, like) for like in every)))
+
+
+@pytest.mark.parametrize("rows", [3, 5, 9, 10])
+def test_what_tensor_parallelism_has_sharded_is_sharded_further(rows: int) -> None:
+    """FSDP's strided shard is one box, uneven too: a chunk of the chunk of this tensor parallel rank."""
+    value = torch.arange(rows * 2.0).view(rows, 2)
+    for like in dtensors((rows, 2), (4, 2), (_StridedShard(0, split_factor=2), Shard(0))):
+        data, tensor = like.device_mesh.place
+        own: list[torch.Tensor] = [*value.chunk(2)[tensor].chunk(4), *[value[:0]] * 4]
+        assert torch.equal(local_shard(value, like), own[data])
+        boxes = shard_boxes(like) if own[data].numel() else []
+        assert [box.sizes for box in boxes] == [tuple(own[data].shape)] * bool(own[data].numel())
+        assert all(torch.equal(value[box.slices], own[data]) for box in boxes)
+
+
+def test_a_fused_weight_may_be_sharded_further_along_the_same_dimension() -> None:
+    """Each rank then has a contiguous part of the rows that its tensor parallel rank holds."""
+    value = torch.arange(16.0).view(16, 1)
+    placements = _StridedShard(0, split_factor=2), _StridedShard(0, split_factor=2)
+    held = [local_shard(value, like).flatten().tolist() for like in dtensors((16, 1), (2, 2), placements)]
+    assert held == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
 
 
 class Fails(nn.Module):

@@ -43,6 +43,7 @@ from accelerate.checkpoint.file_access import CheckpointNotFoundError, MissingFi
 from accelerate.checkpoint.file_reads import FileRangeReader, ReadPlan, TensorLocation
 from accelerate.checkpoint.layout import ManifestEntry
 from accelerate.checkpoint.model_tensors import LazyTensor
+from accelerate.checkpoint.shard_plans import local_chunks
 from accelerate.core.errors import CheckpointError
 from accelerate.core.pickle_scan import paused_gc, scan_pickle
 
@@ -351,14 +352,18 @@ class ShardFolderReader:
             local, boxes = target, [ChunkStorageMetadata(torch.Size([0] * target.dim()), target.shape)]
         if local.numel() == 0:
             return
-        for item in create_read_items_for_chunk_list(name, entry, boxes):
-            target_box = _narrow_to_box(local, item.dest_offsets, item.lengths)
-            info = self.index.storage_data[item.storage_index]
-            source = FileSlice(self.folder / info.relative_path, info.offset, info.length)
-            location = locate_tensor(source, self._unpickled)
-            box = partial(_narrow_to_box, offsets=item.storage_offsets, lengths=item.lengths)
-            if location is None or not read_plan.add(location, box(location.meta_tensor), target_box):
-                read_plan.fallback_reads.append(partial(self._copy, name, source, box, target_box))
+        pairs = [(local, box) for box in boxes]
+        if any(hasattr(placement, "split_factor") for placement in getattr(target, "placements", ())):
+            pairs = list(local_chunks(target))
+        for part, chunk in pairs:
+            for item in create_read_items_for_chunk_list(name, entry, [chunk]):
+                target_box = _narrow_to_box(part, item.dest_offsets, item.lengths)
+                info = self.index.storage_data[item.storage_index]
+                source = FileSlice(self.folder / info.relative_path, info.offset, info.length)
+                location = locate_tensor(source, self._unpickled)
+                box = partial(_narrow_to_box, offsets=item.storage_offsets, lengths=item.lengths)
+                if location is None or not read_plan.add(location, box(location.meta_tensor), target_box):
+                    read_plan.fallback_reads.append(partial(self._copy, name, source, box, target_box))
 
     @torch.no_grad()
     def _copy(

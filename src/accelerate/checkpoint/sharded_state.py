@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,42 +36,15 @@ from accelerate.checkpoint.dcp_files import (
 )
 from accelerate.checkpoint.file_reads import ReadPlan
 from accelerate.checkpoint.layout import CheckpointLoadContext, ManifestEntry
+from accelerate.checkpoint.shard_plans import CombinedPlans, KnownPlan, split_save_plan
 from accelerate.checkpoint.state_dict_files import SHOWN, describe_other_class
 from accelerate.core.errors import CheckpointError, list_first
+from accelerate.world.shard_boxes import ShardBox
 
 _CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing
 
 
-class CombinedPlans(NamedTuple):
-    """The plans of all ranks.
-
-    Attributes:
-        id: equal on all ranks.
-        size: number of ranks.
-        masks: by rank which items of its plan it writes, a bit each; nothing for a rank that writes all.
-    """
-
-    id: str
-    size: int
-    masks: dict[int, int]
-
-
-@dataclass
-class _KnownPlan:
-    """The plan of the save before, of one object on this rank.
-
-    Attributes:
-        digest: of this rank's plan, and of the option that decides which replica is written.
-        combined: with the mask of this rank alone.
-        index: on a rank that commits.
-    """
-
-    digest: bytes
-    combined: CombinedPlans
-    index: Metadata | None
-
-
-_known_plans: WeakKeyDictionary[Any, _KnownPlan] = WeakKeyDictionary()
+_known_plans: WeakKeyDictionary[Any, KnownPlan] = WeakKeyDictionary()
 
 
 class _ShardedState:
@@ -82,6 +55,7 @@ class _ShardedState:
     _saving: tuple[DefaultSavePlanner, SavePlan, Any, dict[str, str]] | None = None
     _digest = b""
     _index: Metadata | None = None
+    _boxes: dict[MetadataIndex, ShardBox]
 
     def state_to_save(self, rank: int) -> tuple[Any, dict[str, Any], dict[str, str]]:
         """Return (object, its nested state for this rank to save, names that share the tensor of another).
@@ -96,7 +70,10 @@ class _ShardedState:
         # Replicas that were trained apart differ: those of the lowest rank are saved, not of the least busy.
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=self.local_training)
         planner.set_up_planner(state)
-        plan = planner.create_local_plan()
+        plan, self._boxes = planner.create_local_plan(), {}
+        tensors = (value for value in planner.state_dict.values() if isinstance(value, DTensor))
+        if any(hasattr(placement, "split_factor") for value in tensors for placement in value.placements):
+            plan, self._boxes = split_save_plan(plan, planner.state_dict)
         self._saving = planner, plan, saved_object, ties
         self._digest = hashlib.blake2b(pickle.dumps((plan, self.local_training)), digest_size=16).digest()
         known = _known_plans.get(saved_object)
@@ -130,13 +107,15 @@ class _ShardedState:
         kind = type(saved_object).__name__
         if combined is not None:
             combined = combined._replace(masks={r: m for r, m in combined.masks.items() if r == rank})
-            _known_plans[saved_object] = _KnownPlan(self._digest, combined, self._index)
+            _known_plans[saved_object] = KnownPlan(self._digest, combined, self._index)
         known = _known_plans[saved_object]
         entry = ManifestEntry(layout.file_name(f"sharded_{self.category}", index), kind, aliases=ties)
         mask = known.combined.masks.get(rank, -1)
         items = [item for bit, item in enumerate(plan.items) if mask >> bit & 1]
         tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
         values = [planner.lookup_object(item.index) for item in tensors]
+        values = [(v.to_local() if isinstance(v, DTensor) else v).detach() for v in values]
+        boxes = [self._boxes.get(item.index) for item in tensors]
         objects: list[tuple[MetadataIndex, bytes]] = []
         for item in items:
             if item.type == WriteItemType.BYTE_IO:
@@ -154,7 +133,7 @@ class _ShardedState:
             category=self.category,
             entry=entry,
             file=f"{entry.file}/{layout.file_name('shards', rank=rank)}" if items else "",
-            content=[(v.to_local() if isinstance(v, DTensor) else v).detach() for v in values],
+            content=[v if box is None else v[box.local_slices] for v, box in zip(values, boxes, strict=True)],
             items=tensors,
             objects=objects,
             index=metadata,

@@ -36,6 +36,7 @@ from accelerate.checkpoint.model_tensors import (
 from accelerate.checkpoint.state_dict_files import as_dtype, is_distributed, match_names
 from accelerate.core.errors import list_first
 from accelerate.core.units import ProgressBar
+from accelerate.world.shard_boxes import shard_boxes
 
 logger = logging.getLogger(__name__)
 
@@ -176,23 +177,19 @@ def _copy_into_shard(
     if local.device.type == "meta" or local.dtype != dtype:
         local = torch.empty_like(local, device=target.device_mesh.device_type, dtype=dtype)
     value = host_tensor(saved, saved.dtype, maps)
-    # Files that hold the local shard have its shape.
-    chunks = [] if value.shape == local.shape != target.shape else target.__create_chunk_list__()
-    regions = [value] if not chunks else []
-    for chunk in chunks if local.numel() else ():
-        region = value
-        for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            region = region.narrow(dim, offset, length)
-        regions.append(region)
-    for region in regions:
+    pairs = [(value, local)]
+    if not value.shape == local.shape != target.shape:  # files that hold the local shard have its shape
+        boxes = shard_boxes(target) if local.numel() else []
+        pairs = [(value[box.slices], local[box.local_slices]) for box in boxes]
+    for region, part in pairs:
         # A mapped tensor begins where its storage does.
         begin = int(region.storage_offset()) * saved.dtype.itemsize
-        if region.is_contiguous() and local.is_contiguous() and uploads.accepts(saved.region, local.device):
+        if region.is_contiguous() and part.is_contiguous() and uploads.accepts(saved.region, part.device):
             assert saved.region is not None
             place = FileRegion(saved.region.path, saved.region.offset + begin)
-            uploads.add(place, saved.dtype, local)
+            uploads.add(place, saved.dtype, part)
         else:
-            local.copy_(region)
+            part.copy_(region)
     if local is target.to_local() or local.data_ptr() == target.to_local().data_ptr():
         return target
     return type(target).from_local(

@@ -426,4 +426,4 @@ class JoinedGradients(Mapping[str, Any]):
 
 
 def _as_tuple(piece: GradientPiece) -> tuple[Any, ...]:
-    return piece.values, piece.shape, piece.offsets, piece.ranks
+    return piece.values, piece.shape, piece.offsets, piece.ranks, *([piece.boxes] if piece.boxes else ())

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate.core.errors import PrepareError, SettingError
+from accelerate.world.shard_boxes import ShardBox
 
 if TYPE_CHECKING:
     from accelerate.world.world import World
@@ -321,12 +323,14 @@ class GradientPiece:
         ranks: by what the sum of all ranks' pieces is divided: the number of ranks that hold the piece with
             values of their own, of which the mean counts, or another number that makes it the reduced
             gradient; 0 for a piece that is reduced already, and equal on all ranks that hold it.
+        boxes: (offsets in the parameter, sizes, offsets in ``values``) of each box, if the piece is several.
     """
 
     values: torch.Tensor
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     ranks: float
+    boxes: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
 
 def join_pieces(pieces: Iterable[GradientPiece]) -> torch.Tensor:
@@ -341,10 +345,10 @@ def join_pieces(pieces: Iterable[GradientPiece]) -> torch.Tensor:
         if piece.ranks == 0 and key in reduced:
             continue
         flat = len(piece.offsets) == 1 != len(piece.shape)
-        target = total.view(-1) if flat else total
-        for dim, (start, size) in enumerate(zip(piece.offsets, piece.values.shape, strict=True)):
-            target = target.narrow(dim, start, size)
-        target.add_(piece.values.to("cpu", total.dtype), alpha=1.0 / (piece.ranks or 1))
+        target, values = total.view(-1) if flat else total, piece.values.to("cpu", total.dtype)
+        whole = piece.offsets, tuple(values.shape), (0,) * values.dim()
+        for box in starmap(ShardBox, piece.boxes or (whole,)):
+            target[box.slices].add_(values[box.local_slices], alpha=1.0 / (piece.ranks or 1))
         if piece.ranks == 0:
             reduced.add(key)
     assert total is not None

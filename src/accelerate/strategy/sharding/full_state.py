@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -17,40 +17,7 @@ from torch.optim import Optimizer
 
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError
-
-
-def is_sharded_placement(placement: Any) -> bool:
-    """Return whether a placement shards a tensor; torch's ``is_shard`` leaves out strided shards."""
-    return getattr(placement, "dim", None) is not None
-
-
-def local_shard(value: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return this rank's shard of an unsharded tensor, a view where possible.
-
-    Args:
-        value: the unsharded tensor.
-        like: a DTensor of the same shape, with the placements.
-    """
-    mesh = like.device_mesh
-    for axis in shard_mesh_dims(like.placements):
-        dim = like.placements[axis].dim
-        chunks = value.chunk(mesh.size(axis), dim)
-        place = mesh.get_local_rank(axis)
-        # Fewer rows than ranks: the last ones have none.
-        empty = value.narrow(dim, value.shape[dim], 0)
-        value = chunks[place] if place < len(chunks) else empty
-    return value
-
-
-def shard_mesh_dims(placements: Sequence[Any]) -> list[int]:
-    """Return the mesh dimensions that shard a tensor, in the order in which it was sharded.
-
-    FSDP shards what tensor parallelism has sharded before, though its mesh dimension comes first: its
-    placement is a strided shard then.
-    """
-    axes = [axis for axis, placement in enumerate(placements) if is_sharded_placement(placement)]
-    late = [axis for axis in axes if hasattr(placements[axis], "split_factor")]
-    return [axis for axis in axes if axis not in late] + late[::-1]
+from accelerate.world.shard_boxes import local_shard, shard_mesh_dims
 
 
 def distribute(value: Any, like: Any) -> Any:

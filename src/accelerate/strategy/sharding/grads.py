@@ -26,7 +26,8 @@ from accelerate.core.errors import list_first, warn_user
 from accelerate.core.torch_internals import require
 from accelerate.strategy.protocol.gradient_sync import GradientPiece, clip_sharded_norm, whole_piece
 from accelerate.strategy.protocol.output_tensors import find_hidden_tensors
-from accelerate.strategy.sharding.full_state import distribute, is_sharded_placement, shard_mesh_dims
+from accelerate.strategy.sharding.full_state import distribute
+from accelerate.world.shard_boxes import is_sharded_placement, shard_boxes, shard_mesh_dims
 
 require("FSDP2", "distributed tensors", "index of sharded checkpoints")
 
@@ -328,7 +329,7 @@ def restore_pieces(model: nn.Module, pieces: Mapping[str, Sequence[GradientPiece
             values = piece.values.to(fsdp_param.device, copy=True)
             spec = _unsharded_spec(fsdp_param)
             if spec is not None:
-                values = DTensor.from_local(values, spec.mesh, spec.placements, run_check=False)
+                values = _from_unsharded_spec(values, spec)
             old = fsdp_param.unsharded_accumulated_grad
             fsdp_param.unsharded_accumulated_grad = values if old is None else old.add_(values)
 
@@ -367,8 +368,13 @@ def _spread_as_param(gradient: Any, fsdp_param: Any) -> Any:
     spec = _unsharded_spec(fsdp_param)
     if spec is None:
         return gradient
+    return _from_unsharded_spec(fsdp_param._get_grad_inner_tensor(gradient), spec)
+
+
+def _from_unsharded_spec(local: torch.Tensor, spec: Any) -> DTensor:
+    """Return a gradient that tensor parallelism shards as its parameter, also unevenly."""
     return DTensor.from_local(
-        fsdp_param._get_grad_inner_tensor(gradient), spec.mesh, spec.placements, run_check=False
+        local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
     )
 
 
@@ -380,8 +386,9 @@ def sharded_pieces(gradient: Any, ranks: int) -> list[GradientPiece]:
     if not local.numel():
         return []
     shards = math.prod(gradient.device_mesh.size(axis) for axis in shard_mesh_dims(gradient.placements))
-    (chunk,) = gradient.__create_chunk_list__()
-    return [GradientPiece(local, tuple(gradient.shape), tuple(chunk.offsets), ranks // shards)]
+    boxes = shard_boxes(gradient)
+    several = tuple(map(tuple, boxes)) if len(boxes) > 1 else ()
+    return [GradientPiece(local, tuple(gradient.shape), boxes[0].offsets, ranks // shards, several)]
 
 
 @torch.no_grad()

@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError, list_first
-from accelerate.strategy.sharding.full_state import local_shard
 from accelerate.strategy.sharding.grads import fsdp_param_groups
 from accelerate.strategy.sharding.sharding_layout import ShardingLayout
+from accelerate.world.shard_boxes import local_shard
 
 _MAPS, _PAGES = Path("/proc/self/maps"), Path("/proc/self/pagemap")
 _ENTRY = 8  # bytes for each page in the page map
@@ -326,7 +326,7 @@ class InitialWeights:
             key = fsdp_param._module_info.module, fsdp_param._module_info.param_name
             if key in waiting and fsdp_param.sharded_param.is_meta:
                 source = waiting[key]
-                _allocate_shard(
+                allocate_shard(
                     fsdp_param, None if source is None else local_shard(source, fsdp_param.sharded_param)
                 )
                 if source is None:
@@ -344,7 +344,7 @@ class InitialWeights:
             _GUARDS[model] = _UninitializedWeightsGuard(model, self._empty)
 
 
-def _allocate_shard(fsdp_param: Any, values: torch.Tensor | None) -> None:
+def allocate_shard(fsdp_param: Any, values: torch.Tensor | None) -> None:
     """Allocate this rank's shard of an ``FSDPParam``, and copy ``values`` into it; zeros without them."""
     old, dim = fsdp_param.sharded_param, fsdp_param.fsdp_placement.dim
     size = fsdp_param.padded_sharded_param_size
