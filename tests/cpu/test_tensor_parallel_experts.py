@@ -1,4 +1,4 @@
-"""Models of transformers that have sharded their layers while they were read: experts.
+"""Models of transformers that have sharded their layers while they were read: experts, and norms of heads.
 
 Their fused weights, gate and up projections in one, are shards of several boxes.
 """
@@ -26,6 +26,14 @@ def mixtral() -> Any:
     sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = MixtralConfig(vocab_size=32, num_local_experts=4, num_key_value_heads=2, **sizes)
     return MixtralForCausalLM(config)
+
+
+def qwen3() -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=32, num_key_value_heads=2, head_dim=4, **sizes))
 
 
 def sharded_by_transformers(kind: type, folder: str) -> Any:
@@ -204,3 +212,31 @@ def test_gradients_of_fused_weights_are_saved_in_an_open_window(ranks: RankServe
     assert after == pytest.approx(expected, abs=1e-4)
     assert again == after
     assert ranks(1, window_alone, folder)[0] == pytest.approx(expected, abs=1e-4)
+
+
+def norms_of_heads(folder: str, called: bool) -> dict[str, float]:
+    """The largest distance of a gradient after a window of three from that of one process."""
+    from transformers import Qwen3ForCausalLM
+
+    accelerator, alone = parallel(gradient_accumulation_steps=3), qwen3()
+    model = sharded_by_transformers(Qwen3ForCausalLM, folder)
+    if called:
+        model(input_ids=words(0), labels=words(0), use_cache=False).loss.backward()
+        model.zero_grad()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(input_ids=words(step), labels=words(step), use_cache=False).loss)
+        (alone(input_ids=words(step), labels=words(step), use_cache=False).loss / 3).backward()
+    return {
+        name: (parameter.grad.full_tensor() - alone.get_parameter(name).grad).abs().max().item()
+        for name, parameter in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["new", "called before"])
+def test_gradients_of_norms_of_heads_are_summed_once(ranks: RankServer, tmp_path: Path, called: bool) -> None:
+    """transformers sums what has accumulated, again in each micro-batch of a window."""
+    qwen3().save_pretrained(tmp_path)
+    for far in ranks(2, norms_of_heads, str(tmp_path), called):
+        assert max(far.values()) < 1e-5, far

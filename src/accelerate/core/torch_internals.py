@@ -347,7 +347,11 @@ INTERNALS = (
     ),
     Internals(
         "hooks of parameters",
-        ("strategy/sharding/fsdp2_sharder.py", "strategy/protocol/gradient_sync.py"),
+        (
+            "strategy/sharding/fsdp2_sharder.py",
+            "strategy/protocol/gradient_sync.py",
+            "strategy/parallelism/tensor/module_sharder.py",
+        ),
         {"torch": "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"},
     ),
     Internals(

@@ -7,6 +7,7 @@ a full sharded parameter on its device.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -19,9 +20,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 from accelerate.core.errors import PrepareError
 from accelerate.core.torch_internals import accepts
 from accelerate.strategy.parallelism.tensor.tp_plan import ReplicatedWithGradAllReduce, TPPlanEntry
-from accelerate.strategy.sharding.fsdp2_sharder import broadcast_over_mesh
-from accelerate.strategy.sharding.full_state import local_shard
+from accelerate.strategy.sharding.fsdp2_sharder import broadcast_over_mesh, move_hooks
 from accelerate.strategy.sharding.initial_weights import InitialWeights
+from accelerate.world.shard_boxes import local_shard, shards_of_ranks
+
+# The functions of transformers around modules of that style, and on their parameters, begin with this.
+_SUMMING_STYLE = "ReplicatedWithGradAllReduce.install_forward.<locals>."
 
 
 class ModuleSharder:
@@ -62,7 +66,7 @@ class ModuleSharder:
         """
         module = part.module
         if isinstance(part.style, ReplicatedWithGradAllReduce):
-            self._sum_gradients(module)
+            sum_gradients(module, self.mesh, self._summed_params)
             return
         full_params = {
             n: p for n, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)
@@ -81,23 +85,6 @@ class ModuleSharder:
             module._parameters[name] = (
                 self._shard_param(part, name, old, new_param) if isinstance(new_param, DTensor) else old
             )
-
-    def _sum_gradients(self, module: nn.Module) -> None:
-        """Sum the gradients of replicated parameters over the mesh; FSDP2 keeps the hooks.
-
-        A parameter of several modules has its whole gradient in one hook.
-        """
-        group = self.mesh.get_group()
-
-        def all_reduce(gradient: torch.Tensor) -> torch.Tensor:
-            total = gradient.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(total, group=group)
-            return total
-
-        for parameter in module.parameters():
-            if parameter.requires_grad and parameter not in self._summed_params:
-                self._summed_params.add(parameter)
-                parameter.register_hook(all_reduce)
 
     def _shard_param(self, part: TPPlanEntry, name: str, old: nn.Parameter, like: DTensor) -> Any:
         placement = like.placements[0]
@@ -122,14 +109,14 @@ class ModuleSharder:
             shard.copy_(local_shard(value, like))
         if origin == "here" or self.is_dry_run or not self._is_first_replica:
             return shard
-        size, group = self.mesh.size(), self.mesh.get_group()
+        group = self.mesh.get_group()
         source, is_source = dist.get_global_rank(group, 0), self.mesh.get_local_rank() == 0
         if not isinstance(getattr(placement, "dim", None), int):
             if is_source:
                 shard.copy_(value)
             dist.broadcast(shard, source, group)
         else:
-            pieces = value.chunk(size, placement.dim) if is_source else ()  # type: ignore[attr-defined]
+            pieces = shards_of_ranks(value, like) if is_source else ()
             dist.scatter(shard, [p.to(self.device).contiguous() for p in pieces] or None, source, group)
         return shard
 
@@ -180,7 +167,9 @@ class ModuleSharder:
                     if id(old) not in materialized:
                         materialized[id(old)] = old, self._materialize(old, equal)
                     table[name] = materialized[id(old)][1]
-        self.replaced |= {key: pair for key, pair in materialized.items() if pair[0] is not pair[1]}
+        renewed = {key: pair for key, pair in materialized.items() if pair[0] is not pair[1]}
+        move_hooks(renewed.values())
+        self.replaced |= renewed
 
     def _materialize(self, old: Any, equal: bool) -> Any:
         later = old.is_meta and (isinstance(old, DTensor) or self.values.origin(old) == "later")
@@ -203,6 +192,60 @@ class ModuleSharder:
             old.data = moved
             return old
         return nn.Parameter(moved, old.requires_grad) if isinstance(old, nn.Parameter) else moved
+
+
+def sum_gradients(module: nn.Module, mesh: DeviceMesh, summed: set[nn.Parameter]) -> None:
+    """Sum the gradients of replicated parameters over the mesh; FSDP2 keeps the hooks.
+
+    A parameter of several modules has its whole gradient in one hook.
+
+    Args:
+        module: the module.
+        mesh: the tensor parallel mesh.
+        summed: the parameters that have the hook already; gets those of ``module``.
+    """
+    group = mesh.get_group()
+
+    def all_reduce(gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and parameter not in summed:
+            summed.add(parameter)
+            trains = parameter.requires_grad  # one that is frozen now may train later
+            parameter.requires_grad_(True).register_hook(all_reduce)
+            parameter.requires_grad_(trains)
+
+
+def sum_gradients_once(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Sum the gradients of replicated parameters in place of transformers, which has sharded the model.
+
+    Its hook is called after a gradient has been accumulated, and sums the micro-batches before it again.
+    """
+    summed = set[nn.Parameter]()
+    for module in model.modules():
+        wrapper: Any = vars(module).get("forward")
+        original = (
+            inspect.getclosurevars(wrapper).nonlocals.get("original_forward")
+            if _is_summing(wrapper)
+            else None
+        )
+        if original is None:
+            continue
+        del vars(module)["forward"]
+        if getattr(original, "__func__", None) is not type(module).forward:
+            vars(module)["forward"] = original  # a program has replaced it before
+        for parameter in module.parameters(recurse=False):
+            hooks = parameter._post_accumulate_grad_hooks or {}
+            for key in [k for k, hook in hooks.items() if _is_summing(hook)]:
+                del hooks[key]
+        sum_gradients(module, mesh, summed)
+
+
+def _is_summing(function: Any) -> bool:
+    return getattr(function, "__qualname__", "").startswith(_SUMMING_STYLE)
 
 
 def _tie_error(name: str, here: object, there: object) -> PrepareError:

@@ -76,12 +76,15 @@ class TensorParallel(MeshDimension):
         return None
 
     def _shard_models(self, bundle: PrepareBundle, plans: dict[nn.Module, ResolvedTPPlan | None]) -> None:
+        from accelerate.strategy.parallelism.tensor.module_sharder import sum_gradients_once
+
         self._watch_groups()
         for model, plan in plans.items():
             if plan is not None:
                 self._shard_model(model, plan, bundle)
             else:  # optimizers may hold its parameters, though it is prepared as one that is only evaluated
                 self.strategy.models[model] = None
+                sum_gradients_once(model, self.strategy._plane[self.name])
             self._prepared_models.add(model)
             _TPGroupRNGSync(self.mesh[self.name]).attach(model)
         for optimizer in bundle.objects_of("optimizer") if plans else ():
