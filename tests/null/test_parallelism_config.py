@@ -227,6 +227,12 @@ def test_heads_stay_whole() -> None:
         resolve_plan(nn.ModuleDict({"attn": Heads()}), {"attn.q_proj": "colwise"}, 2)
 
 
+@pytest.mark.parametrize("style", ["colwise_rep", "colwise_gather_output"])
+def test_heads_of_a_gathered_output_need_not_divide(style: str) -> None:
+    """As the fused projection of Phi-3, which has 10 heads of keys."""
+    assert names(nn.ModuleDict({"attn": Heads()}), {"attn.q_proj": style}) == ["attn.q_proj"]
+
+
 class Owning(nn.Module):
     """Brings a plan along, as transformers' models do: ``*`` is a number there."""
 

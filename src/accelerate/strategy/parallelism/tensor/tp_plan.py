@@ -285,9 +285,15 @@ def _tie_error(
 
 
 def _check_heads(modules: Mapping[str, nn.Module], parts: Iterable[TPPlanEntry], size: int) -> None:
-    """Refuse a size that does not divide attention heads: a head must not be split."""
+    """Refuse a size that does not divide attention heads: a head must not be split.
+
+    A projection whose output is all-gathered gives every process all heads.
+    """
     for part in parts:
-        if not isinstance(part.style, ColwiseParallel) or not isinstance(part.module, nn.Linear):
+        style: Any = part.style
+        if not isinstance(style, ColwiseParallel) or not isinstance(part.module, nn.Linear):
+            continue
+        if style.output_layouts == (Replicate(),):
             continue
         around = modules[part.name.rpartition(".")[0]]
         inside = "attn" in part.name.lower() or "attention" in part.name.lower()
