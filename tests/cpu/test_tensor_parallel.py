@@ -395,6 +395,19 @@ def variants() -> dict[str, Any]:
     optimizer.step()
     found["without hooks"] = not torch.equal(model.head.weight.to_local(), before)
 
+    # A model that the plan is not of stays whole: beside the one that it is of, or after it.
+    for together in (True, False):
+        accelerator = made({"tp_size": 2})
+        models = decoder(blocks=2), nn.Linear(2, 1)
+        if together:
+            models = accelerator.prepare(*models)
+        else:
+            models = tuple(accelerator.prepare(model) for model in models)
+        found["text"] = str(accelerator.plan(nn.Bilinear(1, 1, 1)))
+        loss_of(models[0], batch).backward()
+        models[1](torch.ones(3, 2)).sum().backward()
+        values = models[1].weight.grad.full_tensor().tolist()
+        found[f"second {together}"] = values, type(models[0].layers[0].up.weight).__name__
     found["no plan"] = refused(lambda: made({"tp_size": 2}, {}).prepare(decoder()))
     found["sizes"] = refused(lambda: Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=3)))
     other = decoder() if accelerator.process_index else Decoder().double()
@@ -417,6 +430,8 @@ def test_variants_of_shared_layers(ranks: RankServer) -> None:
         assert found["held"]
         assert found["without hooks"]
         assert "holds parameters that sharding has replaced" in found["stale"]
+        assert found["second True"] == found["second False"] == ([[3.0, 3.0]], "DTensor")
+        assert "the Bilinear stays whole" in found["text"]
         assert "has no plan of what is shared" in found["no plan"]
         assert "dp_shard_size=3 does not equal the world size 2" in found["sizes"]
         assert "has other parameters than that of rank 0" in found["other"]

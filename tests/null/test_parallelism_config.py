@@ -263,6 +263,18 @@ def test_a_model_brings_its_plan() -> None:
         resolve_plan(Owning(words=7), {"head": "colwise_rep"}, 2)
 
 
+def test_a_name_of_the_plan_may_be_of_another_model() -> None:
+    """A small model beside the one that the plan is of stays whole; a name that is of none is refused."""
+    plan = {"*.up": "colwise", "*.down": "rowwise"}
+    other = nn.Sequential(nn.Linear(8, 1))
+    assert resolve_plan(other, plan, 2, set(plan)).modules == []
+    with pytest.raises(SettingError, match="matches no module of the Sequential") as caught:
+        resolve_plan(other, plan, 2, {"*.down"})
+    assert "prepare both in one call, or that model first" in caught.value.fix
+    found = resolve_plan(decoder(), {**plan, "0": "colwise"}, 2, {"0"}).modules
+    assert [part.name for part in found][:1] == ["layers.0.up"]
+
+
 def test_resolving_changes_nothing() -> None:
     model = decoder()
     before = dict(model.named_parameters())

@@ -39,6 +39,8 @@ class TensorParallel(MeshDimension):
         super().__init__(strategy)
         self._prepared_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._watches_groups = False
+        # The user's names that match modules of some model.
+        self._matched_patterns: set[str] = set()
 
     def option_statuses(self) -> Iterator[OptionStatus]:
         """Report that ``enable_async_tp`` has no effect: communication does not overlap with computation."""
@@ -50,23 +52,32 @@ class TensorParallel(MeshDimension):
     def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Shard the layers of every model that is not tensor parallel yet."""
         size = self.config._sizes["tp"]
-        plans: dict[nn.Module, ResolvedTPPlan | None] = {}
-        for model in dict.fromkeys(bundle.objects_of("model")):
-            if model not in self._prepared_models:
-                plans[model] = self._resolve_plan(model, size)
+        models = [m for m in dict.fromkeys(bundle.objects_of("model")) if m not in self._prepared_models]
+        matched = self._matched_patterns | self._patterns_of(models)
+        plans = {model: self._resolve_plan(model, size, matched) for model in models}
         descriptions = "; ".join(dict.fromkeys(_describe(model, plan) for model, plan in plans.items()))
         if plans:
             reason = f"{size} processes share layers and see the same data: {descriptions}"
             yield PrepareStep("tensor", reason, lambda b: self._shard_models(b, plans))
 
-    def _resolve_plan(self, model: nn.Module, size: int) -> ResolvedTPPlan | None:
+    @property
+    def _user_plan(self) -> dict[str, Any]:
+        return getattr(self.config.tp_handler, "plan", None) or {}
+
+    def _patterns_of(self, models: list[nn.Module]) -> set[str]:
+        """Return the names in the user's plan that match modules of ``models``."""
+        from accelerate.strategy.parallelism.tensor.tp_plan import match_pattern
+
+        names = {name for model in models for name, _ in model.named_modules()}
+        return {pattern for pattern in self._user_plan if match_pattern(names, pattern)}
+
+    def _resolve_plan(self, model: nn.Module, size: int, matched: set[str]) -> ResolvedTPPlan | None:
         """Resolve the plan of a model; None for a model that is tensor parallel already."""
         from accelerate.strategy.parallelism.tensor.tp_plan import resolve_plan
 
         shared = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
         if shared is None:
-            handler = self.config.tp_handler
-            return resolve_plan(model, getattr(handler, "plan", None) or {}, size)
+            return resolve_plan(model, self._user_plan, size, matched)
         current_size = getattr(model, "_tp_size", None) or shared.device_mesh.size(-1)
         if current_size != size:
             raise PrepareError(
@@ -79,6 +90,7 @@ class TensorParallel(MeshDimension):
         from accelerate.strategy.parallelism.tensor.module_sharder import sum_gradients_once
 
         self._watch_groups()
+        self._matched_patterns |= self._patterns_of(list(plans))
         for model, plan in plans.items():
             if plan is not None:
                 self._shard_model(model, plan, bundle)
@@ -165,6 +177,8 @@ class TensorParallel(MeshDimension):
 def _describe(model: nn.Module, plan: ResolvedTPPlan | None) -> str:
     if plan is None:
         return f"the {type(model).__name__} was loaded so"
+    if not plan.modules and not plan.replicated:
+        return f"the {type(model).__name__} stays whole"
     left = f", {', '.join(plan.replicated)} stay whole" if plan.replicated else ""
     return f"{len(plan.modules)} layers of the {type(model).__name__}{left}"
 

@@ -7,7 +7,7 @@ entries count where both speak of a module.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -100,24 +100,34 @@ class ResolvedTPPlan:
     replicated: list[str]
 
 
-def resolve_plan(model: nn.Module, given: Mapping[str, Any], size: int) -> ResolvedTPPlan:
+def resolve_plan(
+    model: nn.Module, given: Mapping[str, Any], size: int, matched: Collection[str] = ()
+) -> ResolvedTPPlan:
     """Resolve which modules of ``model`` are sharded over ``size`` processes; change nothing.
 
     Args:
         model: the model.
         given: the user's plan: names, in which ``*`` stands for any text, and styles.
+        matched: the names of the plan that match modules of other models. If there are some, a model without
+            any match, and without a plan of its own, is replicated.
 
     Raises:
         PrepareError: there is no plan, or a module cannot be sharded so.
-        SettingError: a name of the plan matches no module.
+        SettingError: a name of the plan matches no module of any model.
         UnknownNameError: there is no such style.
     """
     modules = dict(model.named_modules())
     model_styles = dict(_model_plans(modules))
     chosen: dict[str, tuple[Any, bool]] = {name: (style, False) for name, style in model_styles.items()}
-    for name, style in _match_patterns(model, modules, given).items():
-        chosen[name] = (style, True)
+    for pattern, style in given.items():
+        matches = match_pattern(modules, pattern)
+        if not matches and pattern not in matched:
+            raise _unmatched_error(model, modules, pattern)
+        # Of two patterns that match one module the later counts.
+        chosen.update(dict.fromkeys(matches, (style, True)))
     if not chosen:
+        if matched:
+            return ResolvedTPPlan([], [])
         raise _no_plan_error(model)
     ties = _tied_params(modules)
     parts, left = list[TPPlanEntry](), list[str]()
@@ -156,27 +166,20 @@ def _is_below(name: str, path: str) -> bool:
     return not path or name == path or name.startswith(f"{path}.")
 
 
-def _match_patterns(
-    model: nn.Module, modules: Mapping[str, nn.Module], given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Match the user's patterns; of two patterns that match one module the later counts."""
-    styles: dict[str, Any] = {}
-    for pattern, style in given.items():
-        matches = [name for name in modules if name and fnmatchcase(name, pattern)]
-        if not matches:
-            nearest_name = nearest(
-                pattern.rpartition(".")[2], {name.rpartition(".")[2] for name in modules if name}
-            )
-            inside = [name for name in modules if nearest_name and name.rpartition(".")[2] == nearest_name][
-                :3
-            ]
-            raise SettingError(
-                f"tensor parallel: {pattern!r} matches no module of the {type(model).__name__}",
-                why="the whole name is compared, and * stands for any text",
-                fix=f"near names: {', '.join(inside)}" if inside else "look at model.named_modules()",
-            )
-        styles.update(dict.fromkeys(matches, style))
-    return styles
+def match_pattern(names: Iterable[str], pattern: str) -> list[str]:
+    """Return the names of modules that a pattern of the user's plan matches."""
+    return [name for name in names if name and fnmatchcase(name, pattern)]
+
+
+def _unmatched_error(model: nn.Module, modules: Mapping[str, nn.Module], pattern: str) -> SettingError:
+    nearest_name = nearest(pattern.rpartition(".")[2], {name.rpartition(".")[2] for name in modules if name})
+    inside = [name for name in modules if nearest_name and name.rpartition(".")[2] == nearest_name][:3]
+    other = "; a name of another model: prepare both in one call, or that model first"
+    return SettingError(
+        f"tensor parallel: {pattern!r} matches no module of the {type(model).__name__}",
+        why="the whole name is compared, and * stands for any text",
+        fix=(f"near names: {', '.join(inside)}" if inside else "look at model.named_modules()") + other,
+    )
 
 
 def _no_plan_error(model: nn.Module) -> PrepareError:
