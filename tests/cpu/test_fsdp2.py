@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import re
 import tempfile
 import warnings
@@ -376,7 +377,10 @@ def test_values_by_a_load_after_a_param_init_fn(ranks: RankServer) -> None:
 
 
 def sharded_by_hand() -> dict[str, Any]:
+    from torch.distributed.fsdp import fully_shard
+
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.core.errors import PrepareError
     from accelerate.utils import (
         fsdp2_apply_ac,
         fsdp2_load_full_state_dict,
@@ -397,12 +401,33 @@ def sharded_by_hand() -> dict[str, Any]:
     found["loaded"] = all(torch.equal(values[name], value) for name, value in tiny(0).named_parameters())
     found["buffer"] = torch.equal(model.get_buffer("scale"), torch.full((3,), 0.5))
     found["scaler"] = type(get_fsdp2_grad_scaler(device="cpu")) is torch.amp.GradScaler
+    # Programs that shard by themselves make the model empty, shard it, and then load.
+    bare: Any = tiny(1).to("meta")
+    for module in (*bare.layers, bare):
+        fully_shard(module)
+    held = list(bare.parameters())
+    fsdp2_load_full_state_dict(accelerator, bare, state)
+    found["the same objects"] = all(map(operator.is_, held, bare.parameters()))
+    values = whole(bare)
+    found["filled"] = all(torch.equal(values[name], value) for name, value in tiny(0).named_parameters())
+    found["filled"] &= torch.equal(bare.get_buffer("scale"), torch.full((3,), 0.5))
+    words = next(batches(1))
+    with torch.no_grad():
+        found["computes"] = torch.equal(loss_of(bare, words), loss_of(tiny(0), words))
+    state.pop("layers.0.up.weight", None)
+    with pytest.raises(PrepareError, match=r"the state does not fit the \w+: it lacks layers.0.up.weight"):
+        fsdp2_load_full_state_dict(accelerator, model, state)
+    state["layers.0.up.weight"] = torch.ones(2)
+    with pytest.raises(PrepareError, match=r"layers.0.up.weight has the shape \(2,\), not"):
+        fsdp2_load_full_state_dict(accelerator, model, state)
     return found
 
 
 def test_functions_of_older_scripts(ranks: RankServer) -> None:
     found = same_on_all(ranks(2, sharded_by_hand))
-    assert found == {"computed": 2, "sharded": True, "loaded": True, "buffer": True, "scaler": True}
+    assert found.pop("computed") == 2
+    assert len(found) == 7
+    assert all(found.values()), found
 
 
 def shard_without_fsdp() -> None:

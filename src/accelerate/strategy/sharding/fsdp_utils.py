@@ -15,13 +15,17 @@ from torch.optim import Optimizer
 
 from accelerate import device as devices
 from accelerate.core import environ
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import PrepareError, list_first
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
 from accelerate.strategy.sharding.fsdp2_sharder import GLOO_SUMS, average_on_cpu, remap_optimizer_params
-from accelerate.strategy.sharding.full_state import local_shard
+from accelerate.strategy.sharding.grads import fsdp_params
+from accelerate.strategy.sharding.initial_weights import allocate_shard
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 from accelerate.strategy.sharding.sharding_layout import find_units
+from accelerate.world import collective
 from accelerate.world import world as worlds
+from accelerate.world.local_tensor_trees import local_tensor
+from accelerate.world.shard_boxes import local_shard
 
 # The parts that torch's wrappers add to names.
 _WRAPPER_NAMES = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.")
@@ -125,20 +129,49 @@ def fsdp2_load_full_state_dict(
 
     Args:
         accelerator: an ``Accelerator``.
-        model: sharded, and not on the meta device.
+        model: sharded; what is on the meta device gets memory.
         full_sd: the full state dict; only that of rank 0 counts.
         cpu_offload: kept for compatibility; shards stay where the parameters are.
+
+    Raises:
+        PrepareError: on all ranks, if a tensor of the model is missing in it, or has another shape.
     """
     device, first = accelerator.device, accelerator.process_index == 0
-    for name, target in model.state_dict().items():
-        if not isinstance(target, torch.Tensor):
-            continue
+    state = model.state_dict(keep_vars=True)
+    targets = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    error = collective.broadcast_object(_describe_misfit(targets, full_sd) if first else "")
+    if error:
+        raise PrepareError(
+            f"the state does not fit the {type(model).__name__}: {error}",
+            why="rank 0 has the state, and the others wait for each tensor of the model",
+        )
+    by_param = fsdp_params([model])
+    for name, target in targets.items():
         whole = torch.empty(target.shape, dtype=target.dtype, device=device)
         if first:
             whole.copy_(full_sd[name])
         dist.broadcast(whole, src=0)
-        local: torch.Tensor = target.to_local() if isinstance(target, DTensor) else target
-        local.copy_(local_shard(whole, target) if isinstance(target, DTensor) else whole)
+        values = local_shard(whole, target) if isinstance(target, DTensor) else whole
+        if target.is_meta and target in by_param:
+            allocate_shard(by_param[target], values)
+        elif target.is_meta:
+            new: Any = torch.empty_like(target, device=device)
+            local_tensor(new).copy_(values)
+            requires_grad = target.requires_grad
+            is_parameter = isinstance(target, nn.Parameter)
+            torch.utils.swap_tensors(target, nn.Parameter(new, requires_grad) if is_parameter else new)
+        else:
+            local_tensor(target).copy_(values)
+
+
+def _describe_misfit(targets: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> str:
+    """Return why a full state dict cannot be loaded into these tensors; nothing if it can."""
+    missing = [name for name in targets if name not in state]
+    if missing:
+        return f"it lacks {list_first(missing)}"
+    other = [name for name, target in targets.items() if state[name].shape != target.shape]
+    shapes = [f"{n} has the shape {tuple(state[n].shape)}, not {tuple(targets[n].shape)}" for n in other]
+    return list_first(shapes) if shapes else ""
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
