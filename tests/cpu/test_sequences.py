@@ -194,6 +194,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Batch]]] = {
         gpt2,
         lambda: {"input_ids": words()["input_ids"][:, :13], "attention_mask": torch.ones(4, 13)},
     ),
+    "a token for each process": (gpt2, lambda: {"input_ids": words()["input_ids"][:, :2]}),
     "documents": (lambda: llama(use_cache=False), packed),
     "documents in windows": (lambda: mistral(use_cache=False), packed),
     "rows of a mask": (llama, lambda: {**words(), "attention_mask": torch.ones(4, 1, 16, 16).tril().bool()}),

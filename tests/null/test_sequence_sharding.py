@@ -175,6 +175,25 @@ def test_masks_of_the_library_are_of_own_queries_over_all_keys(
     assert torch.equal(functions["sdpa"](kv_length=4, **own), torch.ones(8, 8).tril().bool()[4:])
 
 
+def test_a_single_query_gets_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library leaves the mask of a causal sequence out, and then calls one query alone not causal."""
+    utils = pytest.importorskip("transformers.masking_utils")
+
+    def make(kv_length: int, q_length: int, q_offset: int, **options: Any) -> torch.Tensor | None:
+        if options.get("allow_is_causal_skip", True):
+            return None
+        return torch.arange(q_offset, q_offset + q_length)[:, None] >= torch.arange(kv_length)
+
+    monkeypatch.setattr(utils, "ALL_MASK_ATTENTION_FUNCTIONS", functions := {"sdpa": make})
+    monkeypatch.setattr(utils.AttentionMaskInterface, "register", functions.__setitem__)
+    monkeypatch.setattr("accelerate.strategy.parallelism.context.attention._registered_ids", set())
+    register_mask_function()
+    monkeypatch.setattr(ACTIVE, "attention", AllGatherAttention(2, 0, None, False))
+    assert functions["sdpa"](kv_length=4, q_length=4, q_offset=0) is None
+    single: Any = functions["sdpa"](kv_length=1, q_length=1, q_offset=0)
+    assert single.tolist() == [[True, False]]
+
+
 def test_embeddings_are_tokens_too() -> None:
     part = SequenceSharder(2, 1, False)(
         {"inputs_embeds": torch.ones(2, 8, 3), "labels": torch.ones(2, 8).long()}

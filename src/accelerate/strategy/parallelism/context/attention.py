@@ -511,8 +511,8 @@ def _local_mask_rows(
 
     documents = attention.documents
     if documents is None:
-        # One row tells whether the library would leave the mask out.
-        if rows(0, 1) is None:
+        # One row tells whether the library would leave the mask out. It never calls a single query causal.
+        if local_length > 1 and rows(0, 1) is None:
             return None
     else:
         inner = given["mask_function"]
