@@ -227,6 +227,43 @@ def test_any_loss_and_several_calls(ranks: RankServer) -> None:
     ranks(2, several, {"num_microbatches": 4})
 
 
+class Tempered(nn.Module):
+    """A decoder with a number among its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = small_decoder()
+
+    def forward(self, input_ids: torch.Tensor, scale: Any) -> torch.Tensor:
+        return self.decoder(input_ids) * scale
+
+
+def other_numbers(options: dict[str, Any]) -> tuple[list[str], list[int], int]:
+    """The warnings of calls with other numbers, their plans that have memory, and those of tensors."""
+    accelerator = made(**options)
+    plain, model = Tempered(), accelerator.prepare(Tempered())
+    batch = next(iter(parity.loader(6)))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for scale in (1.0, 2.0, 3.0, 4.0):
+            for each in model, plain:
+                logits = each(batch["input_ids"], scale=scale)
+                cross_entropy(logits, batch["shift_labels"]).backward()
+    same_gradients(model, plain)
+    plans = model._runner.plans
+    idle = [len(plan.idle_schedules) for plan in plans.values()]
+    for scale in (5.0, 6.0, 7.0):
+        model(batch["input_ids"], scale=torch.tensor(scale)).sum().backward()
+    return [str(each.message) for each in said if "traced" in str(each.message)], idle, len(plans)
+
+
+def test_calls_with_other_numbers_share_memory_and_are_warned_of(ranks: RankServer) -> None:
+    (texts, idle, plans), (nothing, *same) = ranks(2, other_numbers, {"num_microbatches": 2})
+    assert [text.partition(" of a pipeline")[0] for text in texts] == ["kwargs['scale']"]
+    assert nothing == []
+    assert [idle, plans] == same == [[0, 0, 0, 1], 5]
+
+
 def steps(accelerator: Any, model: Any, optimizer: Any, begin: int, count: int) -> list[float]:
     """Losses of some training steps over the whole batch of each."""
     losses = []

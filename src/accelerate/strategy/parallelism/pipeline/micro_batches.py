@@ -52,13 +52,29 @@ class PipelineExecutionPlan:
         batch_trace: the forward trace of a batch; None where nothing runs over a full batch.
         rows_per_sample: the length of dimension 0 for one sample, for each result input; 0: there is one
             micro-batch.
-        idle_schedules: schedules that wait for a call.
+        idle_schedules: schedules that wait for a call, each with memory for what its stages receive.
+        numbers: the plain numbers among the arguments, by their paths.
+        family: equal for the plans of calls that differ in such numbers only.
     """
 
     chunk_trace: PipelineForwardTrace
     batch_trace: PipelineForwardTrace | None = None
     rows_per_sample: list[int] = field(default_factory=list)
     idle_schedules: list[Any] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)
+    family: str = ""
+
+
+def plain_numbers(form: Any) -> dict[str, float]:
+    """Return the plain numbers in the form of a call, by their paths: ``kwargs['scale']``."""
+    names = {"[0]": "args", "[1]": "kwargs"}
+    leaves = ((names.get(path[:3], "") + path[3:], leaf) for path, leaf in tree.iterate_leaves(form))
+    return {path: leaf for path, leaf in leaves if type(leaf) in (int, float)}
+
+
+def without_numbers(form: Any) -> Any:
+    """Return the form of a call with the type of each plain number in its place."""
+    return tree.map_tree(lambda leaf: type(leaf) if type(leaf) in (int, float) else leaf, form)
 
 
 # Calls of a pipeline whose check the host waits for; mistakes in the loop show in the first ones.

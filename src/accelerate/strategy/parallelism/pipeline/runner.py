@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import PrepareError, list_first, warn_user
 from accelerate.stages.split import batch_size, flatten_tree
 from accelerate.strategy.parallelism.pipeline.forward_trace import (
     BlockOutputKey,
@@ -31,6 +31,8 @@ from accelerate.strategy.parallelism.pipeline.micro_batches import (
     PipelineBatch,
     PipelineExecutionPlan,
     cast_floats,
+    plain_numbers,
+    without_numbers,
 )
 from accelerate.strategy.parallelism.pipeline.one_f_one_b import OneFOneBCall, check_loss
 from accelerate.strategy.parallelism.pipeline.stage import StageForward, StageSharedParam
@@ -138,6 +140,7 @@ class PipelineParallelRunner:
         self.timings: list[MicroBatchTiming] | None = None
         self._model_call: Callable[..., Any] | None = None
         self.zero_gradients = False
+        self._has_warned_of_numbers = False
         # A KV cache would be spread over the stages.
         takes = inspect.signature(model.forward).parameters
         self.no_cache_kwargs = {"use_cache": False} if "use_cache" in takes else {}
@@ -226,8 +229,27 @@ class PipelineParallelRunner:
         if key not in self.plans:
             if len(self.plans) >= _PLANS:
                 self.plans.pop(next(iter(self.plans)))
-            self.plans[key] = self._make_plan(batch, whole)
+            plan = self.plans[key] = self._make_plan(batch, whole)
+            plan.numbers = plain_numbers(batch.form)
+            plan.family = repr((without_numbers(batch.form), metas, modes))
+            self._free_buffers_like(plan)
         return self.plans[key]
+
+    def _free_buffers_like(self, new: PipelineExecutionPlan) -> None:
+        """Free the memory of plans that differ from a new one in plain numbers only; warn of a third one."""
+        others = [p for p in self.plans.values() if p is not new and p.family == new.family]
+        for plan in others:
+            plan.idle_schedules.clear()
+        if len(others) < 2 or self._has_warned_of_numbers:
+            return
+        self._has_warned_of_numbers = True
+        names = [n for n, number in new.numbers.items() if any(p.numbers[n] != number for p in others)]
+        if self.pp_rank == 0:
+            warn_user(
+                f"{list_first(names)} of a pipeline's call is another number in each call, and for each the "
+                "forward is traced anew, which takes seconds in a large model. Give it as a tensor: "
+                "torch.tensor(number)"
+            )
 
     def _make_plan(self, batch: PipelineBatch, whole: bool) -> PipelineExecutionPlan:
         part = self._trace_forward(batch.chunk(0))
