@@ -118,17 +118,18 @@ def _shard_runs(like: Any, shape: Sequence[int], place: Sequence[int] = ()) -> l
     every: list[_Runs] = [[(0, size)] for size in shape]
     for axis in shard_mesh_dims(placements):
         placement, ranks = placements[axis], mesh.size(axis)
+        dim: int = placement.dim
         rank = place[axis] if place else mesh.get_local_rank(axis)
         is_fused = hasattr(placement, "split_factor") and not _is_second_sharding(placements, axis)
-        parts = placement.split_factor if is_fused else 1
-        held = _Runs()
+        parts: int = placement.split_factor if is_fused else 1
+        held: _Runs = []
         for part in range(parts):
-            for start, length in _chunk(_chunk(every[placement.dim], parts, part), ranks, rank):
+            for start, length in _chunk(_chunk(every[dim], parts, part), ranks, rank):
                 if held and sum(held[-1]) == start:
                     held[-1] = held[-1][0], held[-1][1] + length
                 else:
                     held.append((start, length))
-        every[placement.dim] = held
+        every[dim] = held
     return every
 
 
