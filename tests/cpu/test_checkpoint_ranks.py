@@ -106,6 +106,26 @@ def test_combining_meets_no_other_collective(ranks: RankServer) -> None:
     assert "rank 1: test at" in text
 
 
+def compare_here() -> dict[str, Any]:
+    world = open_world()
+    found: dict[str, Any] = {"same": collective.compare_objects({"a": 1, "b": bytes(10**6)}, "test")}
+    values = collective.compare_objects([world.rank % 2], "test", label=f"on line {world.rank}")
+    found |= {"values": values, "equal ones are one": values[0] is values[2]}
+    found["sizes"] = [len(each) for each in collective.compare_objects(bytes(10**6 * world.rank), "test")]
+    with pytest.raises(collective.CollectiveError) as raised:
+        collective.compare_objects(0, "test" if world.rank else "another test")
+    return {**found, "other calls": str(raised.value)}
+
+
+def test_ranks_compare_values_and_send_those_that_differ(ranks: RankServer) -> None:
+    found = same_on_all(ranks(3, compare_here))
+    assert found.pop("same") == [{"a": 1, "b": bytes(10**6)}]
+    text = found.pop("other calls")
+    assert "rank 0: another test at" in text
+    assert "rank 2: test at" in text
+    assert found == {"values": [[0], [1], [0]], "equal ones are one": True, "sizes": [0, 10**6, 2 * 10**6]}
+
+
 def count_bytes_of_a_save(folder: str) -> tuple[int, int, bool]:
     """Bytes of values that this rank sends and gets in a sharded save; is a large transfer's group open."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin

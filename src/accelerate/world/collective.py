@@ -13,6 +13,7 @@ not match, every rank raises the same ``CollectiveError`` with a table of ranks.
 from __future__ import annotations
 
 import functools
+import hashlib
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ContextDecorator
@@ -135,12 +136,12 @@ class FirstProcessBlock(ContextDecorator, AbstractContextManager[None]):
 
 
 def _exchange_first_error(rank: int, label: str = "", error: Exception | None = None) -> None:
-    """All-gather the errors of the ranks that run a block first, and raise on the others."""
+    """Raise the error of a rank that runs a block first on the others."""
     report = None
     if error is not None:
         what = f"rank {rank} failed in a block that it ran first"
         report = FailureReport.from_exception(rank, error, what, why="the others wait for it")
-    for failed in all_gather_object(report, "main_process_first", label):
+    for failed in compare_objects(report, "main_process_first", label):
         if failed is not None and error is None:
             raise failed.error(rank)
 
@@ -284,6 +285,42 @@ def all_gather_object(value: Any, operation: str = "all_gather_object", label: s
         return [pickle.loads(messages.body(rank)) for rank in range(channel.size)]
 
 
+def compare_objects(value: T, operation: str, label: str = "") -> list[T]:
+    """Compare one value per rank by its digest, and send the values only where they differ.
+
+    Where all ranks have the same, what a rank sends and receives does not depend on the world size.
+
+    Args:
+        value: of plain types; values are the same where their pickles are.
+        operation: name shown in error texts; it must be the same on all ranks.
+        label: shown in error texts in place of the operation; it may differ between ranks.
+
+    Returns:
+        ``[value]`` where all ranks have the same, as in a world of one. Otherwise the value of each rank, in
+        rank order; equal ones are one object.
+
+    Raises:
+        CollectiveError: see ``barrier``.
+    """
+    world = worlds.current()
+    if world is None or world.size == 1:
+        return [value]
+    channel = control_channel.channel()
+    digest = hashlib.blake2b(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), digest_size=16).digest()
+    with channel.lock:
+        messages = channel.exchange(operation, description=digest, label=label)
+        if messages.same:
+            return [value]
+        digests = messages.descriptions
+        own = {digest: value} if digests.index(digest) == channel.rank else {}
+        distinct: dict[bytes, T] = channel.combine_objects(own, _unite, operation, label or operation)
+        return [distinct[each] for each in digests]
+
+
+def _unite(tables: list[dict[bytes, Any]]) -> dict[bytes, Any]:
+    return {key: value for table in tables for key, value in table.items()}
+
+
 def combine_objects(value: Any, combine: Callable[[list[Any]], T], operation: str, label: str = "") -> T:
     """Return on every rank what rank 0 makes of one picklable value per rank.
 
@@ -392,21 +429,24 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """
     local_info = None if tensor is None else TensorInformation(tensor.shape, tensor.dtype)
     world_size(join=True)  # the objects are exchanged in an open world only
-    infos = all_gather_object(local_info)
-    owners = [rank for rank, information in enumerate(infos) if information is not None]
+    owners: list[tuple[int, TensorInformation]] = combine_objects(
+        local_info,
+        lambda infos: [(owner, info) for owner, info in enumerate(infos) if info is not None],
+        "copy_tensor_to_devices",
+    )
     if len(owners) != 1:
         raise CollectiveError(
-            f"one rank has the tensor to copy to all devices, but {len(owners)} of {len(infos)} have one",
+            f"one rank has the tensor to copy to all devices, but {len(owners)} of {world_size()} have one",
             why="the tensor of that rank is what all the others get",
             fix="pass None on all ranks but one",
         )
+    owner, information = owners[0]
     if tensor is None:
-        information = infos[owners[0]]
         world = worlds.current()
         tensor = torch.empty(
             information.shape, dtype=information.dtype, device=world.device if world else "cpu"
         )
-    return broadcast(tensor, from_process=owners[0])
+    return broadcast(tensor, from_process=owner)
 
 
 def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
@@ -522,7 +562,7 @@ def verify_operation(function: F) -> F:
             shapes = [
                 (p, tuple(t.shape)) for p, t in tree.iterate_leaves(data) if isinstance(t, torch.Tensor)
             ]
-            every = all_gather_object(shapes, f"shapes for {function.__name__}")
+            every = compare_objects(shapes, f"shapes for {function.__name__}")
             if any(row != every[0] for row in every):
                 raise CollectiveError(
                     f"{function.__name__} was called with other shapes on other ranks", why=rank_table(every)
