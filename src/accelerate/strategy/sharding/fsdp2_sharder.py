@@ -290,25 +290,39 @@ def exchange_model_info(
         PrepareError: on all ranks, whichever mesh it is about.
     """
     bare = any(p.is_meta for p in model.parameters())
-    first = int(mesh.mesh.flatten()[0])
-    answers = collective.all_gather_object(
-        (InitialWeightsInfo(model_digest(model), first, weight_marks(model)), bare), "prepare(model)"
-    )
-    if len(answers) == 1:  # a dry run: the other ranks are not there, and no values are needed
+    own = InitialWeightsInfo(model_digest(model), weight_marks(model), bare)
+    infos = collective.compare_objects(own, "prepare(model)")
+    if collective.world_size() == 1:  # a dry run: the other ranks are not there, and no values are needed
         return None, InitialWeights(model)
-    infos: list[InitialWeightsInfo] = [info for info, _ in answers]
-    other = [rank for rank, info in enumerate(infos) if info.digest != infos[info.leader].digest]
-    if other:
-        raise unequal_models_error(model, other[0], infos[other[0]].leader)
-    empty = find_unlike_leader(infos) if len({info.leader for info in infos}) > 1 else None
+    first = int(mesh.mesh.flatten()[0])
+    if len(infos) > 1:
+        _refuse_unlike_models(model, initialize, infos, mesh)
+    leader = infos[first if len(infos) > 1 else 0]  # one info stands for all ranks
+    initializer = initialize if leader.is_bare else None
+    values = InitialWeights(model, leader, dict.fromkeys(infos), initialized=initializer is not None)
+    return initializer, values
+
+
+def _refuse_unlike_models(
+    model: nn.Module, initialize: InitFunction | None, infos: list[InitialWeightsInfo], mesh: DeviceMesh
+) -> None:
+    """Refuse models that differ within a mesh, and leaders with and without values; collective."""
+    first = int(mesh.mesh.flatten()[0])
+    leaders = (
+        [first] * len(infos)
+        if mesh.size() == len(infos)
+        else collective.all_gather_object(first, "the first ranks of the meshes in prepare(model)")
+    )
+    for rank, leader in enumerate(leaders):
+        if infos[rank].digest != infos[leader].digest:
+            raise unequal_models_error(model, rank, leader)
+    empty = find_unlike_leader(infos, dict.fromkeys(leaders))
     if empty is not None and initialize is None:
         raise PrepareError(
             f"parameters of the {type(model).__name__} are on the meta device on rank {empty}",
             why=f"others get shards of the weights of rank {empty}, and ranks of other meshes have weights",
             fix=f"load the weights on rank {empty} too, or give the plugin a param_init_fn",
         )
-    initializer = initialize if answers[first][1] else None
-    return initializer, InitialWeights(model, infos, collective.rank(), initialized=initializer is not None)
 
 
 def _set_prefetch(model: nn.Module, forward: bool, backward: bool) -> None:

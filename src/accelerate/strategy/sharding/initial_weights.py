@@ -43,19 +43,19 @@ WeightMarks = tuple[bytes, ...]
 ParamSources = dict[tuple[nn.Module, str], torch.Tensor | None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InitialWeightsInfo:
-    """The info about its model that a rank sends to the others.
+    """The info about its model that a rank sends to the others; it is one object for ranks with the same.
 
     Attributes:
         digest: of names, shapes and dtypes.
-        leader: the first rank of its mesh, whose values count.
         marks: of each parameter and buffer: no values, a part of a file, or others (empty).
+        is_bare: a parameter is on the meta device.
     """
 
     digest: str
-    leader: int
     marks: WeightMarks
+    is_bare: bool
 
 
 def weight_marks(model: nn.Module) -> WeightMarks:
@@ -128,14 +128,19 @@ def _is_modified(start: int, end: int) -> bool:
     return bool((present & anonymous).any())
 
 
-def find_unlike_leader(every: Sequence[InitialWeightsInfo]) -> int | None:
-    """Return a leader that lacks values which another leader of the same parameters has, or None."""
+def find_unlike_leader(every: Sequence[InitialWeightsInfo], leaders: Iterable[int]) -> int | None:
+    """Return a leader that lacks values which another leader of the same parameters has, or None.
+
+    Args:
+        every: the info of each rank.
+        leaders: the first rank of each mesh, whose values count.
+    """
     first: dict[str, int] = {}
-    for info in every:
-        other = first.setdefault(info.digest, info.leader)
-        sides = [tuple(m == _NO_VALUES for m in every[leader].marks) for leader in (info.leader, other)]
+    for leader in leaders:
+        other = first.setdefault(every[leader].digest, leader)
+        sides = [tuple(m == _NO_VALUES for m in every[rank].marks) for rank in (leader, other)]
         if sides[0] != sides[1]:
-            return info.leader if any(sides[0]) else other
+            return leader if any(sides[0]) else other
     return None
 
 
@@ -252,8 +257,8 @@ class InitialWeights:
 
     Args:
         model: the model.
-        every: the info of each rank; none: all values are here.
-        rank: this rank.
+        leader: the info of the first rank of the mesh; None: all values are here.
+        every: the different infos of all ranks.
         initialized: whether a function makes values where the leader has none.
 
     Raises:
@@ -263,19 +268,19 @@ class InitialWeights:
     def __init__(
         self,
         model: nn.Module,
-        every: Sequence[InitialWeightsInfo] = (),
-        rank: int = 0,
+        leader: InitialWeightsInfo | None = None,
+        every: Iterable[InitialWeightsInfo] = (),
         *,
         initialized: bool = False,
     ) -> None:
         self.sources: Any = WeakIdKeyDictionary()
         self._empty: list[torch.Tensor] = []
-        if not every:
+        if leader is None:
             return
         # Ranks of other meshes too, for tensors that are no DTensors are the same there.
-        peer_marks = [info.marks for info in every if info.digest == every[rank].digest]
+        peer_marks = [info.marks for info in every if info.digest == leader.digest]
         tensors = (*model.parameters(), *model.buffers())
-        for tensor, first, *others in zip(tensors, every[every[rank].leader].marks, *peer_marks, strict=True):
+        for tensor, first, *others in zip(tensors, leader.marks, *peer_marks, strict=True):
             if first == _NO_VALUES and not initialized:
                 self.sources[tensor] = None
             elif first not in (b"", _NO_VALUES) and len(set(others)) == 1:

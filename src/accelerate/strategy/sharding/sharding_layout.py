@@ -374,14 +374,15 @@ def exchange_digests(model: nn.Module) -> list[str]:
     """Refuse models that differ between ranks by more than their values.
 
     Returns:
-        of each rank the name of a tensor without values; empty where there is none.
+        of each rank the name of a tensor without values, empty where there is none; one where all have the
+        same.
 
     Raises:
         PrepareError: on all ranks.
     """
     tensors = (*model.named_parameters(), *model.named_buffers())
     empty = next((name for name, tensor in tensors if tensor.is_meta), "")
-    infos = collective.all_gather_object((model_digest(model), empty), "prepare(model)")
+    infos = collective.compare_objects((model_digest(model), empty), "prepare(model)")
     other = [rank for rank, (digest, _) in enumerate(infos) if digest != infos[0][0]]
     if other:
         raise unequal_models_error(model, other[0], 0)

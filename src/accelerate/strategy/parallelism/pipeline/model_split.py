@@ -13,6 +13,7 @@ from torch import nn
 from accelerate.core.errors import PrepareError, UnknownNameError
 from accelerate.stages import split
 from accelerate.strategy.sharding.sharding_layout import exchange_digests
+from accelerate.world import collective
 
 
 @dataclass(frozen=True)
@@ -167,25 +168,25 @@ def _tensors_outside_blocks(model: nn.Module, cut: StageAssignment) -> set[int]:
     return {id(t) for table in tables for t in table.values() if t is not None}
 
 
-def check_same_model(model: nn.Module) -> list[bool]:
+def check_same_model(model: nn.Module) -> set[int] | None:
     """Refuse models whose structure differs between processes, and those without values on rank 0.
 
     Returns:
-        Whether the model of each rank has all its values; empty in a dry run, which has no other processes.
+        The ranks whose model lacks values; None in a dry run, which has no other processes.
 
     Raises:
         PrepareError: on all ranks.
     """
     empty_names = exchange_digests(model)
-    if len(empty_names) == 1:
-        return []
+    if collective.world_size() == 1:
+        return None
     if empty_names[0]:
         raise PrepareError(
             f"{empty_names[0]} is on the meta device, on rank 0 too",
             why="the weights of rank 0 are those that the stages begin with",
             fix="load the weights on rank 0",
         )
-    return [not name for name in empty_names]
+    return {rank for rank, name in enumerate(empty_names) if name}
 
 
 @torch.no_grad()

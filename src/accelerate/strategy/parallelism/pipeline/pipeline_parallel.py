@@ -118,15 +118,16 @@ class PipelineParallel(MeshDimension):
         for name, parameter in model.named_parameters():
             self._param_names[parameter] = (f"{count}:{name}", names.holders[name])
         self._assignments.append(cut)
-        has_values = check_same_model(model)
-        if not has_values:  # a rehearsal: nothing travels, and nothing runs
+        empty_ranks = check_same_model(model)
+        if empty_ranks is None:  # a rehearsal: nothing travels, and nothing runs
             keep_local_stages(model, names, None, self.pp_rank, self.world.device)
             return
         self._warn_of_batch_norms(model)
         others = [other for other in self.strategy.dimensions if other is not self]
         runner = PipelineParallelRunner(model, cut, self.options, self.group, self.world.device, others)
         runner.names = names
-        senders = self.group if has_values[torch.distributed.get_global_rank(self.group, 0)] else None
+        first = torch.distributed.get_global_rank(self.group, 0)
+        senders = None if first in empty_ranks else self.group
         changed = keep_local_stages(model, names, senders, self.pp_rank, self.world.device)
         for old, new in changed.values():
             if new is None:
