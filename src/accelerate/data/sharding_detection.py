@@ -461,7 +461,8 @@ def check_same(name: str, seen: Any, is_rank0_read: bool = False) -> None:
     Raises:
         CollectiveError: with the facts of each rank, and the options.
     """
-    _refuse_differences(name, dict(enumerate(collective.all_gather_object(seen))), is_rank0_read)
+    facts_by_rank = collective.compare_objects(seen, "the data of a loader")
+    _refuse_differences(name, dict(enumerate(facts_by_rank)), is_rank0_read)
 
 
 def _refuse_differences(name: str, rank_facts: dict[int, Any], is_rank0_read: bool = False) -> None:

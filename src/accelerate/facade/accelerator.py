@@ -1148,7 +1148,7 @@ class Accelerator(ProcessMixin):
 
     def check_trigger(self) -> bool:
         """Return whether any rank has set its flag, and clear it."""
-        raised = collective.combine_objects(bool(self._trigger), any, "check_trigger()")
+        raised = any(collective.compare_objects(bool(self._trigger), "check_trigger()"))
         self._trigger = False
         return raised
 

@@ -106,7 +106,7 @@ def registered_adapter(
         values = (each.detach() for model in models for each in model.parameters())
         shapes = {local_tensor(each).shape for each in values}
         is_pipelined = strategy.model_parallel_size > 1 and any(
-            collective.all_gather_object(any(map(holds_stage, models)), f"the state of {name}")
+            collective.compare_objects(any(map(holds_stage, models)), f"the state of {name}")
         )
         state = gather_leaves(item.state_dict(), is_writer or is_pipelined)
         if is_pipelined:

@@ -284,10 +284,8 @@ class CheckpointManager:
             for number, model in enumerate(self.prepared.models if self.strategy.replicates_model else ())
             for name, parameter in model.named_parameters()
         ]
-        sums: list[torch.Tensor] = []
-        for _, values in named:
-            values = torch.view_as_real(values) if values.is_complex() else values
-            sums.append(values.view(_INTEGERS[values.itemsize]).sum(dtype=torch.int64))
+        real = [torch.view_as_real(p) if p.is_complex() else p for _, p in named]
+        sums = [p.view(_INTEGERS[p.itemsize]).sum(dtype=torch.int64) for p in real]
         # One copy to the host for each device.
         devices = {total.device for total in sums}
         by_device = {d: iter(torch.stack([s for s in sums if s.device == d]).tolist()) for d in devices}
@@ -299,8 +297,10 @@ class CheckpointManager:
                 rate = group.get("lr")  # as a tensor it names its device in its text
                 local[name] = repr(rate.item() if isinstance(rate, torch.Tensor) else rate)
         try:
-            digest, channel = crc32(repr(local).encode()), control_channel.channel()
-            if channel.combine_objects(digest, lambda all_: len(set(all_)) > 1, "save_state", action):
+            digest, channel = b"%d" % crc32(repr(local).encode()), control_channel.channel()
+            with channel.lock:
+                messages = channel.exchange("save_state", description=digest, label=action)
+            if not messages.same:
                 by_rank = collective.all_gather_object(local, "save_state", label=action)
                 if self.world.is_main:
                     warn_user(_describe_drift(by_rank))

@@ -237,7 +237,7 @@ class OptionReporter:
         failures_of_ranks = (
             [local_failures]
             if self._run.has_stepped
-            else collective.all_gather_object(local_failures, "the effects of a strict run")
+            else collective.compare_objects(local_failures, "the effects of a strict run")
         )
         lines = {
             line: [rank for rank, failures in enumerate(failures_of_ranks) if line in failures]

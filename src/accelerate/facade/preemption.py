@@ -106,7 +106,7 @@ class Preemption:
             return False
         if monitor.includes_all_ranks:
             # Ranks that do not ask equally often meet another collective here: an error on all.
-            collective.all_gather_object(None, "should_stop")
+            collective.compare_objects(None, "should_stop")
         if self.world.rank == 0:
             action = f"all {self.world.size} processes stop" if self.world.size > 1 else "stopping"
             logger.warning("%s: %s at this step", monitor.reason, action)

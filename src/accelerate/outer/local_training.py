@@ -473,11 +473,8 @@ def sync_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     owned = [parameter for group in groups for parameter in group["params"]]
     state: Mapping[torch.Tensor, dict[str, Any]] = optimizer.state
     local_shapes = [_describe_state(state.get(parameter, {})) for parameter in owned]
-    same = collective.combine_objects(
-        local_shapes,
-        lambda by_rank: [all(each == own[0] for each in own) for own in zip(*by_rank, strict=True)],
-        "sync_optimizer_state",
-    )
+    by_rank = collective.compare_objects(local_shapes, "sync_optimizer_state")
+    same = [all(each == own[0] for each in own) for own in zip(*by_rank, strict=True)]
     for parameter, is_same in zip(owned, same, strict=True):
         if not is_same:
             optimizer.state.pop(parameter, None)

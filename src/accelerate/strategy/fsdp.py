@@ -327,8 +327,8 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
         from accelerate.strategy.sharding.initial_weights import refuse_uninitialized, uninitialized_names
 
         if model in self.models or any(isinstance(p, DTensor) for p in model.parameters()):
-            own, join = uninitialized_names(model), lambda lists: [*chain.from_iterable(lists)]
-            refuse_uninitialized(collective.combine_objects(own, join, "get_state_dict"))
+            names = collective.compare_objects(uninitialized_names(model), "get_state_dict")
+            refuse_uninitialized(chain.from_iterable(names))
         return model_state(model, self._is_leader)
 
     def check_materialized(self, model: nn.Module) -> None:
@@ -351,7 +351,7 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
         from accelerate.strategy.sharding.full_state import optimizer_state
 
         # Torch's own collectives would wait for a rank that does something else.
-        collective.all_gather_object(type(optimizer).__name__, "the state of an optimizer")
+        collective.compare_objects(None, "the state of an optimizer")
         return optimizer_state(optimizer, self._is_leader)
 
     def load_optimizer(

@@ -266,7 +266,7 @@ class _BatchSizeTrial:
         return watch is not None and watch.was_interrupted
 
     def agree(self, size: int) -> list[_TrialResult]:
-        """All-gather the results of the attempt; ranks that are in another collective leave it first."""
+        """Return the results of the attempt, one where they are equal; other collectives are left first."""
         failure = None
         if self.outcome == "failed" and self.error is not None:
             what = f"rank {collective.rank()} failed while the batch size was searched"
@@ -277,7 +277,7 @@ class _BatchSizeTrial:
             if not world.is_open():  # the function ends the training itself
                 return [result]
             try:
-                return collective.all_gather_object(result, OPERATION)
+                return collective.compare_objects(result, OPERATION)
             except DepartureError:
                 continue
 

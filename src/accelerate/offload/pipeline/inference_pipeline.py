@@ -103,7 +103,7 @@ def run_collectively(action: Callable[[], T]) -> T:
         value = action()
     except AccelerateError as raised:
         error = raised
-    for rank, refused in enumerate(collective.all_gather_object(error, "prepare_pippy")):
+    for rank, refused in enumerate(collective.compare_objects(error, "prepare_pippy")):
         if refused is not None:
             refused.failed_rank = rank if error is None else None
             raise refused

@@ -367,7 +367,7 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
         if wrapped_model is None:
             return super().model_state(model)
         # Torch's own collectives would wait for a rank that does something else.
-        collective.all_gather_object(type(wrapped_model.module).__name__, "get_state_dict")
+        collective.compare_objects(None, "get_state_dict")
         return wrapped_model.gather_state(to_host if self._is_leader else discard_value)
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:

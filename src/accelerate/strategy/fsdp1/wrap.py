@@ -374,7 +374,7 @@ def _check_equal_weights(tensors: Iterable[torch.Tensor]) -> None:
         PrepareError: on all ranks.
     """
     sums = [tensor.double().sum().item() for tensor in tensors]
-    sums_by_rank = collective.all_gather_object(sums, "prepare(model) with sync_module_states=False")
+    sums_by_rank = collective.compare_objects(sums, "prepare(model) with sync_module_states=False")
     other = [rank for rank, total in enumerate(sums_by_rank) if total != sums_by_rank[0]]
     if other:
         raise PrepareError(
@@ -388,7 +388,7 @@ def _guard_state_dict(root: nn.Module) -> None:
     """Make ``root.state_dict()``, a collective, an error and no deadlock where not all ranks call it."""
 
     def meet(*_: Any) -> None:
-        collective.all_gather_object(None, "model.state_dict()")
+        collective.compare_objects(None, "model.state_dict()")
 
     handle = root.register_state_dict_pre_hook(meet)
     # Torch's own comes first otherwise, and that is where it gathers.
@@ -405,7 +405,7 @@ def _guard_forward(wrapped_model: FSDP1WrappedModel, names: set[str]) -> None:
             local = unit.local_values()
             pieces.update((name, unit.local_piece(slot, local)) for slot in unit.slots for name in slot.names)
         empty = [name for name, piece in pieces.items() if name in names and is_unwritten(piece)]
-        every = collective.all_gather_object(empty, "the first forward of a model with a param_init_fn")
+        every = collective.compare_objects(empty, "the first forward of a model with a param_init_fn")
         refuse_uninitialized(name for left in every for name in left)
         handle.remove()
 

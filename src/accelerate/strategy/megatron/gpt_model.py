@@ -176,7 +176,7 @@ def rank_zero_weights(model: nn.Module, device: torch.device) -> Callable[[str],
     named = dict(model.named_parameters(remove_duplicate=False))
     is_rank_zero = collective.rank() == 0
     empty = [name for name, value in named.items() if is_rank_zero and value.is_meta]
-    if any(collective.all_gather_object(bool(empty))):
+    if any(collective.compare_objects(bool(empty), "the weights of process 0")):
         raise PrepareError(
             f"process 0 has a {type(model).__name__} without values, on the meta device",
             why="training begins with the weights that process 0 has",
