@@ -383,9 +383,9 @@ class ControlChannel:
     ) -> T:
         """Return on every rank what rank 0 makes of one picklable value per rank.
 
-        The values go to rank 0 alone, so what another rank receives does not grow with the world. Rank 0
-        receives the values of all, through the control tree; no group of ``torch.distributed`` is opened for
-        them.
+        The values go up the control tree to rank 0, however large they are; no group of
+        ``torch.distributed`` is opened for them. A rank receives those of the ranks below it in the tree,
+        rank 0 those of all, and the result alone comes down.
 
         Args:
             value: the value of this rank.
