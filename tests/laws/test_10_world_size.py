@@ -57,7 +57,7 @@ CALLS = {
     "checkpoint/rank_group.py:combine": "one rank: plans and reports of a save in the background",
     "checkpoint/registered_objects.py:gather_rank_shards": "one rank: it writes the shards of all",
     "checkpoint/registered_objects.py:gather_rank_states": "one rank: it writes the states of all",
-    "data/batch_channel.py:channel": "open: rank 0 sends to each rank, and a group connects all with all",
+    "data/batch_channel.py:_open_group": "open: rank 0 sends to each rank, and a group connects all with all",
     "data/dataset_rows.py:find_split_rows": "difference",
     "data/epoch_order.py:broadcast": "open: rank 0 gets an index and a digest of each rank",
     "data/iterable_dataset.py:_exchange": "open: rank 0 gets a count of each rank at every step of a stream",
