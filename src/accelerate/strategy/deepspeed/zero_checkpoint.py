@@ -93,9 +93,9 @@ class ZeroCheckpoint:
         self._model_files, self._optimizer_files = _model_files(folder), _find_optimizer_files(folder)
         self._load = cache(_load_file)
         self.rank0_state: dict[str, Any] = self._load(self._model_files[0])
-        has_vectors = self.rank0_state.get("param_shapes") is not None
-        self._lacks_vectors = needs_optimizer and has_vectors and not self._optimizer_files
         try:
+            has_vectors = self.rank0_state.get("param_shapes") is not None
+            self._lacks_vectors = needs_optimizer and has_vectors and not self._optimizer_files
             self._read_layout(tied_names or {})
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise self._unknown_form_error(f"{type(error).__name__}: {error}") from error
