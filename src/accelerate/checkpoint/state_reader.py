@@ -425,12 +425,9 @@ class TrainingStateReader:
             state = dict(torch_files.read(path, **{**self.load_kwargs, "map_location": "cpu"}))
             self.step, self.worker_seeds = state.pop("step", None), state.pop(layout.WORKER_SEEDS, [])
             note = "no random state is saved for the generator {}: it stays as it is"
+            action = f"restore the random states of {path}"
             self.steps.append(
-                LoadStep(
-                    f"restore the random states of {path}",
-                    lambda: self.notes.extend(map(note.format, rng.restore(state))),
-                    "last",
-                )
+                LoadStep(action, lambda: self.notes.extend(map(note.format, rng.restore(state))), "last")
             )
         elif rank >= count > 0 and (self.folder / layout.file_name("rng", rank=0)).is_file():
             seed = partial(rng.set_seed, self._derive_seed(rank))

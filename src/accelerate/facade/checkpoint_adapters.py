@@ -8,10 +8,11 @@ the rest of the window adds.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from accelerate.checkpoint.layout import StatefulAdapter
 from accelerate.checkpoint.state_dict_files import describe_optimizer, describe_other_class
 from accelerate.core.errors import warn_user
 from accelerate.facade.loss_weighting import LossWeighting
-from accelerate.facade.optimizer import move_to_device
+from accelerate.facade.optimizer import AcceleratedOptimizer, move_to_device
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.offload.offloaded_tensor import OffloadedTensor
 from accelerate.strategy.base import DataSharding, EngineStrategy
@@ -146,6 +147,19 @@ def rank_position_adapter(loader: Any) -> StatefulAdapter:
             loader.load_state_dict(states[rank])
 
     return StatefulAdapter(type(loader).__name__, loader.state_dict, load_state_dict)
+
+
+def state_tensors(
+    strategy: Strategy, models: Iterable[nn.Module], optimizers: Iterable[AcceleratedOptimizer]
+) -> list[torch.Tensor]:
+    """Return the tensors of this rank that a checkpoint of models and optimizers has."""
+    views = map(strategy.model_checkpoint_view, models)
+    weights = (tensor for view in views for tensor in view.state_dict().values())
+    # One that steps through optimizers of its own may have no state.
+    kept = (getattr(each.optimizer, "state", {}) for each in optimizers)
+    states = (state for of_params in kept for state in of_params.values())
+    moments = (value for state in states for value in state.values())
+    return [each for each in chain(weights, moments) if isinstance(each, torch.Tensor)]
 
 
 def optimizer_adapter(

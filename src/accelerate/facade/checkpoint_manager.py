@@ -6,7 +6,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -38,6 +37,7 @@ from accelerate.facade.checkpoint_adapters import (
     rank_position_adapter,
     registered_adapter,
     resolve_offloaded,
+    state_tensors,
 )
 from accelerate.facade.engine_checkpoint_import import engine_state_loaders
 from accelerate.facade.module_queries import extract_model_from_parallel
@@ -47,6 +47,11 @@ from accelerate.strategy.base import EngineStrategy, WrapperNames
 from accelerate.world import collective, control_channel, watchdog
 from accelerate.world import world as worlds
 
+# What is said of ``total_limit`` where the program names its checkpoints, and what to do.
+_NAMED_CHECKPOINTS = (
+    "total_limit removes no checkpoint that is given a name",
+    "set automatic_checkpoint_naming=True in ProjectConfiguration, or leave total_limit out",
+)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -81,21 +86,16 @@ class CheckpointManager:
         # OrderedDicts: torch's handles hold them weakly, which a plain dict does not allow.
         self.save_hooks: dict[int, Any] = OrderedDict()
         self.load_hooks: dict[int, Any] = OrderedDict()
-        if project.async_save:
-            _allocate_staging_after_step(self)
+        if project.async_save:  # after the first optimizer step, before the first save needs it
+            _without_staging.add(self)
+            _register_staging_hook()
 
     def allocate_staging(self) -> None:
         """Allocate pinned memory for a copy of the state; its size is known after the first step."""
         if self.strategy.owns_step:  # DeepSpeed and Megatron-LM write their own files, before a save returns
             return
         if self.writes_exports or self.strategy.shards_params:
-            views = map(self.strategy.model_checkpoint_view, self.prepared.models)
-            weights = (tensor for view in views for tensor in view.state_dict().values())
-            # One that steps through optimizers of its own may have no state.
-            kept = (getattr(each.optimizer, "state", {}) for each in self.prepared.optimizers)
-            states = (state for of_params in kept for state in of_params.values())
-            moments = (value for state in states for value in state.values())
-            tensors = [each for each in chain(weights, moments) if isinstance(each, torch.Tensor)]
+            tensors = state_tensors(self.strategy, self.prepared.models, self.prepared.optimizers)
             async_save.staging.prepare(async_save.snapshot_sizes(tensors))
 
     @property
@@ -166,7 +166,7 @@ class CheckpointManager:
         """
         strategy, prepared, options = self.strategy, self.prepared, dict(engine_options or {})
         if self.project.total_limit is not None and not self.project.automatic_checkpoint_naming:
-            self._ignore_total_limit()
+            self._warn_ignored({"ProjectConfiguration.total_limit"}, *_NAMED_CHECKPOINTS)
         is_sharded = strategy.saves_sharded if sharded is None else sharded
         may_be_solo = not is_sharded and strategy.replicates_model and self._may_be_solo
         in_turn = collective.FirstProcessBlock.open_count > 0
@@ -234,25 +234,21 @@ class CheckpointManager:
         """
         names, strategy = ", ".join(sorted(options)), self.strategy
         said = f"save_state was given {names}, which the strategy {strategy.name!r} does not know"
-        if self._strict or isinstance(strategy, EngineStrategy):
+        if isinstance(strategy, EngineStrategy):
             raise SettingError(said)
-        if self.world.is_main and not self._ignored_options.issuperset(options):
-            self._ignored_options.update(options)
-            warn_user(f"{said}: this is ignored, as in Accelerate 1.x")
+        self._warn_ignored(options, said, "this is ignored, as in Accelerate 1.x")
 
-    def _ignore_total_limit(self) -> None:
-        """Warn once that checkpoints which the program names itself are not removed; 1.x says nothing.
+    def _warn_ignored(self, options: Iterable[str], said: str, advice: str) -> None:
+        """Warn once on the main process of options that do nothing.
 
         Raises:
             SettingError: the run is strict.
         """
-        said = f"total_limit={self.project.total_limit} removes no checkpoint that is given a name"
-        fix = "set automatic_checkpoint_naming=True in ProjectConfiguration, or leave total_limit out"
         if self._strict:
-            raise SettingError(said, fix=fix)
-        if self.world.is_main and "ProjectConfiguration.total_limit" not in self._ignored_options:
-            self._ignored_options.add("ProjectConfiguration.total_limit")
-            warn_user(f"{said}: {fix}")
+            raise SettingError(said, fix=advice)
+        if self.world.is_main and not self._ignored_options.issuperset(options):
+            self._ignored_options.update(options)
+            warn_user(f"{said}: {advice}")
 
     def _check_ranks(self, action: str) -> None:
         """Warn on rank 0 about the first parameter of a replica, or the first learning rate, that differs.
@@ -440,9 +436,8 @@ class CheckpointManager:
         train_state.optimizers = [
             optimizer_adapter(self.strategy, each, self.prepared.models) for each in optimizers
         ]
-        train_state.schedulers = [
-            each for each in self.prepared.schedulers if id(each.scheduler) not in engine_object_ids
-        ]
+        schedulers = self.prepared.schedulers
+        train_state.schedulers = [s for s in schedulers if id(s.scheduler) not in engine_object_ids]
         train_state.own_files = engine_files
 
     def save_model(
@@ -471,12 +466,6 @@ class CheckpointManager:
                     state, folder, max_shard_size=max_shard_size, safe_serialization=safe_serialization
                 )
                 ranks.log("accelerator", "exported weights to %s: %s", folder, ", ".join(files))
-
-
-def _allocate_staging_after_step(manager: CheckpointManager) -> None:
-    """Allocate the staging memory after the first optimizer step, before the first save needs it."""
-    _without_staging.add(manager)
-    _register_staging_hook()
 
 
 @cache
