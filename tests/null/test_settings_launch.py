@@ -547,6 +547,31 @@ def test_a_slow_console_gets_the_last_lines(monkeypatch: pytest.MonkeyPatch) -> 
         ]
 
 
+def test_a_chunk_that_is_just_taken_from_a_pipe_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is neither in the pipe any more nor counted yet when the ranks have ended."""
+    monkeypatch.setattr("accelerate.launch.logs.FINISH_SECONDS", 0.5)
+    console, logs = PipedConsole(monkeypatch), RankLogSettings("1", None)
+    console.fill()
+
+    class BusyPipe:
+        def __init__(self, pipe: Any) -> None:
+            self._pipe, self.fileno, self.close = pipe, pipe.fileno, pipe.close
+
+        def read1(self, size: int) -> bytes:
+            chunk: bytes = self._pipe.read1(size)
+            time.sleep(0.3)
+            return chunk
+
+    process: Any = subprocess.Popen(["echo", "last"], stdout=subprocess.PIPE)
+    assert process.wait(30) == 0
+    process.stdout = BusyPipe(process.stdout)
+    logs.read(0, process)
+    time.sleep(0.1)
+    threading.Timer(1.5, console.read).start()
+    assert logs.finish()
+    assert console.close() == "[rank 0] last\n"
+
+
 def test_a_console_in_non_blocking_mode_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that waits for its stdin sets it, for all who share the terminal."""
     console, logs = PipedConsole(monkeypatch), RankLogSettings("1", None)

@@ -131,10 +131,11 @@ class RankLogSettings:
         Returns:
             False when it was interrupted.
         """
-        readers, self.readers = [(*each, each[1].count_written()) for each in self.readers], []
-        for seconds in (0.0, FINISH_SECONDS):
-            deadline = time.monotonic() + seconds
-            for pump, pipe, size in readers:
+        readers, self.readers = self.readers, []
+        # Counted anew each time: a chunk that a pump has just taken from the pipe is in neither count.
+        for seconds in (0.0, FINISH_SECONDS, 0.0):
+            deadline, sizes = time.monotonic() + seconds, [pipe.count_written() for _, pipe in readers]
+            for (pump, pipe), size in zip(readers, sizes, strict=True):
                 while pump.is_alive() and (pipe.forwarded < size or time.monotonic() < deadline):
                     if is_interrupted():
                         return False
