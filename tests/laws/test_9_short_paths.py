@@ -20,7 +20,7 @@ BOUNDS = {
     "Accelerator(), FSDP2": (101, 34),  #   70 / 20
     "Accelerator(), DDP": (87, 31),
     # Two of them are where programs change or shard the models by functions of their own.
-    "prepare, FSDP2": (104, 29),  #         110 / 20: functions reached
+    "prepare, FSDP2": (102, 29),  #         110 / 20: functions reached
     "prepare, DDP": (55, 19),  #            80 / 18: functions reached
     # Two of them see whether the optimizer reads numbers of partial DTensors.
     "first optimizer.step, FSDP2": (10, 7),  # 10 / 5: functions reached
