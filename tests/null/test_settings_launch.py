@@ -572,6 +572,13 @@ def test_a_chunk_that_is_just_taken_from_a_pipe_is_waited_for(monkeypatch: pytes
     assert console.close() == "[rank 0] last\n"
 
 
+def test_a_machine_without_ioctl_counts_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    pipe = CountedPipe(io.BytesIO(b"12345"))
+    assert pipe.read1(3) == b"123"
+    assert pipe.count_written() == 3
+
+
 def test_a_console_in_non_blocking_mode_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that waits for its stdin sets it, for all who share the terminal."""
     console, logs = PipedConsole(monkeypatch), RankLogSettings("1", None)

@@ -166,13 +166,17 @@ class CountedPipe:
 
     def count_written(self) -> int:
         """Return how many bytes were written so far: those that were read, and those in the pipe."""
-        import fcntl
-        import termios
-
         received = self.received
         try:
+            import fcntl
+            import termios
+
             waiting = fcntl.ioctl(self._pipe.fileno(), termios.FIONREAD, bytes(4))
-        except (OSError, ValueError):  # it has been read to its end, and is closed
+        except (
+            ImportError,
+            OSError,
+            ValueError,
+        ):  # on Windows; or it has been read to its end, and is closed
             return received
         return received + int.from_bytes(waiting, sys.byteorder)
 

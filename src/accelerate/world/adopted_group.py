@@ -64,7 +64,7 @@ def _gather_hosts(rank: int, size: int) -> list[str]:
     if is_loopback(str(getattr(store, "host", ""))):
         return [""] * size
     try:
-        return [hosts.get(str(each)).decode() for each in range(size)]  # waits for it
+        return [host.decode() for host in hosts.multi_get([*map(str, range(size))])]  # waits for all of them
     except RuntimeError as error:  # torch's DistStoreError
         missing = [str(each) for each in range(size) if not hosts.check([str(each)])]
         raise WorldError(
