@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from accelerate.core.errors import PrepareError
 from accelerate.core.torch_internals import accepts
 from accelerate.strategy.parallelism.tensor.tp_plan import ReplicatedWithGradAllReduce, TPPlanEntry
-from accelerate.strategy.sharding.fsdp2_sharder import broadcast_over_mesh, move_hooks
+from accelerate.strategy.sharding.fsdp2_sharder import broadcast_over_mesh
 from accelerate.strategy.sharding.initial_weights import InitialWeights
 from accelerate.world.shard_boxes import local_shard, shards_of_ranks
 
@@ -167,9 +167,7 @@ class ModuleSharder:
                     if id(old) not in materialized:
                         materialized[id(old)] = old, self._materialize(old, equal)
                     table[name] = materialized[id(old)][1]
-        renewed = {key: pair for key, pair in materialized.items() if pair[0] is not pair[1]}
-        move_hooks(renewed.values())
-        self.replaced |= renewed
+        self.replaced |= {key: pair for key, pair in materialized.items() if pair[0] is not pair[1]}
 
     def _materialize(self, old: Any, equal: bool) -> Any:
         later = old.is_meta and (isinstance(old, DTensor) or self.values.origin(old) == "later")
