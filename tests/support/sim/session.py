@@ -8,6 +8,7 @@ that kills the inner process fails, and the next one gets a new process.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -48,11 +49,13 @@ class Inner:
         ours, theirs = socket.socketpair()
         capture: Any = self._config.pluginmanager.getplugin("capturemanager")
         visible = capture.global_and_fixture_disabled() if capture else contextlib.nullcontext()
+        # With the ports of this worker: without its name it would take those of the first one.
+        worker = {"PYTEST_XDIST_WORKER": os.environ.get("PYTEST_XDIST_WORKER")}
         # What the inner process itself says belongs on the terminal: that it builds, or why it cannot.
         with theirs, visible, Path(self._folder.name, "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
-                cwd=sim.ROOT, env=clean(sim.environment()), pass_fds=[theirs.fileno()],
+                cwd=sim.ROOT, env=clean({**sim.environment(), **worker}), pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, stdout=log, start_new_session=True,
             )  # fmt: skip
             theirs.close()
