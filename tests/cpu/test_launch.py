@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import marshal
 import py_compile
 import re
 import shlex
@@ -291,7 +289,7 @@ SCRIPTS = {
 def test_python_says_of_a_script_what_it_says_without_us(
     tmp_path: Path, kind: str, optimize: str | None
 ) -> None:
-    """F9: the launcher compiles it once for all ranks, and leaves to each of them what there is to say."""
+    """F9: what Python has to say of a script, each rank says."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPTS[kind], encoding="latin-1")
     env = {"PYTHONOPTIMIZE": optimize}
@@ -303,19 +301,6 @@ def test_python_says_of_a_script_what_it_says_without_us(
         assert result.stderr == head + plain.stderr
     else:
         assert sorted(result.stderr.splitlines()) == sorted(plain.stderr.splitlines() * 2)
-
-
-def test_a_rank_runs_what_the_launcher_has_compiled(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("print('the text')")
-    tell = "print(open('/proc/self/cmdline').read().split('\\0')[:-1])"
-    lines = launch("--cpu", "-n", "2", script_text=tell).stdout.splitlines()
-    *command, _ = ast.literal_eval(lines[0])
-    # The two files of the rank lay in a folder of the launcher, which is gone.
-    rank = [re.sub(r".*/(?=rank_\d\.)", f"{tmp_path}/", part) for part in command]
-    assert Running([*rank, str(script)]).wait().stdout == "the text\n"
-    (tmp_path / "script.code").write_bytes(marshal.dumps(compile("print('the code')", "x", "exec")))
-    assert Running([*rank, str(script)]).wait().stdout == "the code\n"
 
 
 def test_a_compiled_script_runs_as_python_runs_it(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from accelerate import device as devices
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
 from accelerate.device import DeviceProbeHost
-from accelerate.launch import rank_reports
 from accelerate.launch.base import LaunchKind
 from accelerate.launch.device_selection import allocate_devices
 from accelerate.launch.kinds import KINDS
@@ -616,11 +615,6 @@ def test_a_process_without_a_console_takes_the_output_of_ranks(monkeypatch: pyte
     logs.read(0, process)
     assert process.wait(30) == 0
     assert logs.finish()
-
-
-def test_without_room_for_the_compiled_script_each_rank_compiles_it(asks: Any, tmp_path: Path) -> None:
-    rank_reports.write_compiled_script(asks(), tmp_path / "no folder")
-    assert not (tmp_path / "no folder").exists()
 
 
 # The signals of Windows, and what such a machine imports.

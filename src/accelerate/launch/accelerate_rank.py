@@ -48,32 +48,29 @@ def main(fault_file: str, error_file: str, kind: str, target: str, *arguments: s
         if kind == "module":
             _run_module(target)
         else:
-            _run_script(target, os.path.join(os.path.dirname(error_file), "script.code"))
+            _run_script(target)
     except SystemExit as stop:
         report.write_exit(stop)
         raise
 
 
-def _run_script(path: str, compiled: str) -> None:
+def _run_script(path: str) -> None:
     if os.path.isdir(path) or not (path.endswith(".py") or _is_text(path)):
         _run_archive(path)
         return
     _set_first_path(os.path.dirname(os.path.realpath(path)))
     path = os.path.abspath(path)
-    code = _load_code(path, compiled)
+    code = _load_code(path)
     module = sys.modules["__main__"]
     loader = type(__loader__)("__main__", path)
     vars(module).update(__file__=path, __cached__=None, __loader__=loader)
     exec(code, vars(module))
 
 
-def _load_code(path: str, compiled: str) -> "CodeType":
-    """The code of the script: compiled by somebody before, by the launcher for all ranks, or here."""
+def _load_code(path: str) -> "CodeType":
+    """The code of the script: compiled by somebody before, or here."""
     if path.endswith(".pyc"):
         return _read_pyc(path)
-    if os.path.exists(compiled):
-        with open(compiled, "rb") as file:
-            return marshal.load(file)
     with open(path, "rb") as file:
         return compile(file.read(), path, "exec", dont_inherit=True)
 

@@ -6,13 +6,11 @@ The error of a failed job says which rank failed first, and its whole traceback 
 from __future__ import annotations
 
 import errno
-import marshal
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -158,31 +156,6 @@ def rank_process(
     env = environ.make_child_environment({**variables, **own})
     # One reader is right for a terminal: more would steal each other's lines.
     return ProcessSpec(program, env, stdin=None if reads_stdin else subprocess.DEVNULL)
-
-
-def write_compiled_script(request: LaunchRequest, folder: Path) -> None:
-    """Leave the compiled script in ``folder`` for all ranks: compiling takes a tenth of a rank's start.
-
-    Where Python has something to say about the script, nothing is left: each rank compiles it and says it.
-    """
-    job = request.settings
-    # Ranks with another level of optimisation compile something else.
-    if job.module or job.no_python or sys.flags.optimize or environ.get("PYTHONOPTIMIZE"):
-        return
-    path = os.path.abspath(request.program[0])
-    if not path.endswith(".py") or not os.path.isfile(path):
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        try:
-            code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-        except (OSError, SyntaxError, ValueError, Warning, RecursionError, MemoryError):
-            return
-    code_path = folder / "script.code"
-    try:
-        code_path.write_bytes(marshal.dumps(code))
-    except OSError:  # the disk is full, and half of the code is none
-        code_path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -40,7 +40,6 @@ from accelerate.launch.rank_reports import (
     read_failure,
     read_graceful_stop,
     report_folder,
-    write_compiled_script,
 )
 
 LINGER_SECONDS = 1.0  # seconds that the others have to fail by themselves after the first failure
@@ -378,8 +377,6 @@ class AttemptRunner:
             self.folders.close()
             self.folder = self.folders.enter_context(report_folder())
         self.count, folder = self.count + 1, self.folder
-        if len(variables) > 1:
-            write_compiled_script(self.request, folder)
         settings = self.request.settings
         ranks = create(
             [
