@@ -413,7 +413,7 @@ time.sleep(600)
             job.signal(repeated)
     result = job.wait()
     assert result.returncode == code
-    hint = "waiting for ranks 0, 1 to end; Ctrl-C once more does not wait"
+    hint = "waiting for ranks 0-1 to end; Ctrl-C once more does not wait"
     assert (hint in says(result.stderr)) == (number == signal.SIGINT)
     assert sorted(re.findall("saved .", result.stdout)) == ["saved 0", "saved 1"]
 

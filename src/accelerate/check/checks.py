@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate.core import environ
+from accelerate.core.errors import name_ranks
 from accelerate.core.setting import load_settings
 from accelerate.core.units import show_bytes
 from accelerate.data.prepare import DataLoaderConfiguration
@@ -286,7 +287,7 @@ def check_parity(accelerator: Accelerator) -> str:
         local_weights = torch.cat([weight.detach().float().flatten() for weight in model.parameters()])
         rank_weights = accelerator.gather(local_weights[None])
         different = [rank for rank, row in enumerate(rank_weights) if not torch.equal(row, rank_weights[0])]
-        expect(not different, f"the weights of ranks {different} are not those of rank 0")
+        expect(not different, f"the weights of {name_ranks(different)} are not those of rank 0")
     state = accelerator.get_state_dict(model)
     if not accelerator.is_main_process:
         return ""

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accelerate.check.checks import CHECKS, Check, CheckOutcome, run_check
+from accelerate.core.errors import name_ranks
 from accelerate.facade.accelerator import Accelerator
 from accelerate.world.process_group import StoreClient
 
@@ -183,4 +184,4 @@ def _group_by_rank(texts: Mapping[int, str], size: int) -> Iterator[str]:
 def _format_ranks(ranks: Sequence[Any], size: int) -> str:
     if len(ranks) == size:
         return "every rank" if size > 1 else "rank 0"
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return name_ranks(ranks)

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -34,6 +33,7 @@ from accelerate.core.errors import (
     CollectiveError,
     PeerError,
     find_failed_rank,
+    name_ranks,
 )
 from accelerate.world import control_channel, watchdog
 from accelerate.world import world as worlds
@@ -172,7 +172,7 @@ class CheckpointRankGroup:
         if self.size == 1 or self.is_alone or isinstance(first, BackgroundSaveError):
             return first
         lines = [
-            f"{_name_ranks(ranks)} of {self.size}: {failed.what}" for ranks, failed in groups[:_MAX_LINES]
+            f"{name_ranks(ranks)} of {self.size}: {failed.what}" for ranks, failed in groups[:_MAX_LINES]
         ]
         if len(groups) > _MAX_LINES:
             lines.append(f"and {sum(len(ranks) for ranks, _ in groups[_MAX_LINES:])} more ranks")
@@ -380,7 +380,7 @@ class BackgroundSaveChannel:
         def check() -> None:
             if time.monotonic() - started_at > self.timeout:
                 late = list(tree.awaited_ranks)
-                name = f"{'one of ' if len(late) > 1 else ''}{_name_ranks(late)}" if late else "a rank"
+                name = f"{'one of ' if len(late) > 1 else ''}{name_ranks(late)}" if late else "a rank"
                 raise self._peer_error(f"{name} was not ready within {self.timeout:g} s")
 
         try:
@@ -398,14 +398,6 @@ class BackgroundSaveChannel:
             why=written or reason,
             fix="the first error in the output of the ranks says more; a committed checkpoint is whole",
         )
-
-
-def _name_ranks(ranks: list[int]) -> str:
-    """Return ``"rank 3"`` or ``"ranks 0-5, 8"``."""
-    spans = [[rank for _, rank in span] for _, span in groupby(enumerate(ranks), lambda at: at[1] - at[0])]
-    names = [f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans]
-    shown = ", ".join(names[:_MAX_LINES]) + (", ..." if len(names) > _MAX_LINES else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _as_checkpoint_error(error: Exception, action: str) -> AccelerateError:

@@ -261,6 +261,18 @@ def list_first(names: Iterable[str], shown: int = 3) -> str:
     return ", ".join(listed[:shown]) + (f" and {len(listed) - shown} more" if len(listed) > shown else "")
 
 
+def name_ranks(ranks: Iterable[int], shown: int = 8) -> str:
+    """Return ``"rank 3"`` or ``"ranks 0-5, 8"``: of these ranges the first, and how many more there are."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    names = [f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans]
+    return f"rank{'s' if sum(map(len, spans)) > 1 else ''} {list_first(names, shown)}"
+
+
 # ---------------------------------------------------------------- warnings
 
 

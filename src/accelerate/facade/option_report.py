@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 from urllib.parse import unquote
 
 from accelerate.core import environ
-from accelerate.core.errors import SettingError, warn_user
+from accelerate.core.errors import SettingError, name_ranks, warn_user
 from accelerate.core.option_report import (
     OptionReport,
     OptionStatus,
@@ -248,7 +248,7 @@ class OptionReporter:
             return
         several = len(failures_of_ranks) > 1
         shown = [
-            f"{_format_ranks(ranks)}: {line}" if several and len(ranks) < len(failures_of_ranks) else line
+            f"{name_ranks(ranks)}: {line}" if several and len(ranks) < len(failures_of_ranks) else line
             for line, ranks in lines.items()
         ]
         raise SettingError(
@@ -289,7 +289,7 @@ class OptionReporter:
                     self._reported_of_ranks.add((rank, status))
                     ranks_of.setdefault(status, []).append(rank)
         for status, ranks in ranks_of.items():
-            warn_user(f"{_format_ranks(ranks)}: {status}")
+            warn_user(f"{name_ranks(ranks)}: {status}")
 
     def report_first_step(self, optimizer: Any) -> None:
         """Report before the first step of an optimizer, after the first backward, what only it can show."""
@@ -327,11 +327,6 @@ def unused_options(request: StrategyRequest, chosen: Strategy) -> Iterator[Optio
             if option.name not in names:
                 names.add(option.name)
                 yield option.report_not_applied(reason or usual, matters=bool(reason))
-
-
-def _format_ranks(ranks: Iterable[int]) -> str:
-    numbers = sorted(ranks)
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
 
 
 def _parse_launched(asked: str | None) -> dict[str, Any]:

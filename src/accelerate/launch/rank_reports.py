@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from accelerate.core import environ
-from accelerate.core.errors import UNKNOWN_RANK, LaunchError, RankError
+from accelerate.core.errors import UNKNOWN_RANK, LaunchError, RankError, name_ranks
 from accelerate.core.value_types import frozen_dataclass
 from accelerate.launch.base import Variables
 from accelerate.launch.launch_request import LaunchRequest
@@ -324,15 +324,15 @@ def _describe_failures(first: RankFailure, same: Sequence[RankFailure], count: i
         return f"the script {ending}"
     if len(ranks) == count:
         return f"all {count} ranks {ending}, in the same way"
-    who = f"rank {first.rank}" if len(ranks) == 1 else f"ranks {_format_ranges(ranks)}"
     alike = ", in the same way" if len(ranks) > 1 else ""
-    return f"{who} of {count} {ending}{alike}" + (", the others were stopped" if stopped else "")
+    return f"{name_ranks(ranks)} of {count} {ending}{alike}" + (
+        ", the others were stopped" if stopped else ""
+    )
 
 
 def _early_end_hint(ranks: list[int]) -> str:
     """Name the ranks that ended well while another still worked, which may have waited for them."""
-    plural = "s" if len(ranks) > 1 else ""
-    return f"rank{plural} {_format_ranges(sorted(ranks))} had ended before, with exit code 0" if ranks else ""
+    return f"{name_ranks(ranks)} had ended before, with exit code 0" if ranks else ""
 
 
 def _failure_hint(first: RankFailure) -> str:
@@ -350,18 +350,4 @@ def _later_failure_lines(others: Iterable[RankFailure]) -> list[str]:
     ways: dict[str, list[int]] = {}
     for each in others:
         ways.setdefault(each.summary, []).append(each.rank)
-    return [
-        f"rank{'s' if len(ranks) > 1 else ''} {_format_ranges(sorted(ranks))} stopped after it: {way}"
-        for way, ranks in ways.items()
-    ]
-
-
-def _format_ranges(ranks: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``"0-2, 5"``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return [f"{name_ranks(ranks)} stopped after it: {way}" for way, ranks in ways.items()]

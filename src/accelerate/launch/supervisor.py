@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate.core import environ
-from accelerate.core.errors import LaunchError, RankError
+from accelerate.core.errors import LaunchError, RankError, name_ranks
 from accelerate.launch.base import Variables, explain_start_error
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
@@ -181,9 +181,8 @@ class WorkerSupervisor:
         if self.stop_at is not None and now >= self.stop_at and not is_ending:
             self._abort_job()
         if self.hint_at is not None and now >= self.hint_at and self.alive:
-            self.hint_at, ranks = None, ", ".join(map(str, self.alive))
-            message = f"accelerate launch: waiting for ranks {ranks} to end; Ctrl-C once more does not wait"
-            print(message, file=sys.stderr, flush=True)
+            self.hint_at, waits = None, f"waiting for {name_ranks(self.alive)} to end"
+            print(f"accelerate launch: {waits}; Ctrl-C once more does not wait", file=sys.stderr, flush=True)
         if self.kill_at is not None and now >= self.kill_at:
             self.outcome.stopped_gracefully = self.outcome.stopped_gracefully and self.is_aborting
             _send_signal(os.killpg, self.alive.values(), signal.SIGKILL)
