@@ -56,6 +56,35 @@ def test_another_error_ends_the_search_on_all_ranks(ranks: RankServer) -> None:
         assert "rank 1 failed" in first.message
 
 
+def search_with_function_of_sizes(sizes: list[int]) -> tuple[int, list[int]]:
+    """Rank 0 has no room for 16 samples, rank 1 none for 8; ``sizes`` are given one after the other."""
+    rank, left = PartialState(cpu=True).process_index, iter(sizes)
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=16, reduce_batch_size_fn=lambda: next(left))
+    def train(batch_size: int) -> int:
+        tried.append(batch_size)
+        if batch_size == (16, 8)[rank]:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return batch_size
+
+    return train(), tried
+
+
+def test_a_function_may_hold_the_size_while_the_full_rank_changes(ranks: RankServer) -> None:
+    assert ranks(2, search_with_function_of_sizes, [8, 4]) == [(4, [16, 8, 4])] * 2
+
+
+def test_a_size_that_does_not_shrink_ends_the_search_on_all_ranks(ranks: RankServer) -> None:
+    """C3: the other rank is told which error ended it, and does not wait for the one that is gone."""
+    with pytest.raises(RanksError) as caught:
+        ranks(2, search_with_function_of_sizes, [8, 8])
+    first, second = caught.value.outcomes
+    assert (second.status, second.kind) == ("raised", "SettingError")
+    assert first.message.startswith("rank 1 failed while the batch size was searched"), first
+    assert "reduce_batch_size_fn gave 8 after a batch of 8" in first.message
+
+
 def leave_others_behind(where: str, strategy: str) -> list[Any]:
     """Rank 1 runs out of memory in its second batch, while the others wait for it."""
     import torch

@@ -90,7 +90,8 @@ def find_executable_batch_size(
     Args:
         function: takes the batch size first; callers leave that argument out. None makes a decorator.
         starting_batch_size: the size of the first attempt.
-        reduce_batch_size_fn: returns the next, smaller size; None takes 0.9 of the last one, rounded down.
+        reduce_batch_size_fn: returns the next, smaller size; called once on every rank after an attempt that
+            did not fit on one of them. None takes 0.9 of the last size, rounded down.
 
     Raises:
         DeviceError: not even one sample fits.
@@ -143,7 +144,10 @@ class _BatchSizeSearch:
             with _BatchSizeTrial() as attempt:
                 attempt.result = self.function(self.size, *args, **kwargs)
             last = attempt.error or last
-            smaller = self._propose_smaller() if attempt.outcome == "full" else self.size
+            smaller = self.size
+            if attempt.outcome == "full":
+                with attempt:  # its error ends the search on all ranks
+                    smaller = self._propose_smaller()
             if attempt.outcome == "full" and sharers and collective.world_size() > 1:
                 # At once: on an accelerator the others may wait for it until the timeout.
                 _logger.warning(
@@ -162,6 +166,8 @@ class _BatchSizeSearch:
             attempt.give_up_if_failed(trials)
             if not any(trial.outcome == "full" for trial in trials):
                 return attempt.result
+            if attempt.outcome != "full" and self.reduce is not None:
+                self.reduce()  # it may hold the size itself: it advances on all ranks
             # The smallest proposal of all ranks: ranks with free memory follow those without.
             before, self.size = self.size, min(trial.size for trial in trials)
             attempt.result = None
