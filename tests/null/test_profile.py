@@ -226,6 +226,30 @@ def test_without_a_folder_the_operators_are_printed(capsys: pytest.CaptureFixtur
     assert len(operator_rows(text)) == 2
 
 
+def test_the_printed_operators_are_those_of_the_last_complete_cycle(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The block ends in the warm-up of the second cycle, for which torch has begun a new record."""
+    schedule = {"wait": 2, "warmup": 1, "active": 1, "repeat": 0}
+    with Accelerator(cpu=True).profile(ProfileKwargs(operator_table=2, schedule_option=schedule)) as profiler:
+        for _ in range(6):
+            train(1)
+            profiler.step()
+    assert len(operator_rows(capsys.readouterr().out)) == 2
+
+
+def test_a_block_that_ends_before_the_first_cycle_warns_in_place_of_a_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ProfileKwargs(operator_table=2, schedule_option={"wait": 2, "warmup": 1, "active": 1})
+    with (
+        pytest.warns(UserWarning, match="no table was made: the profile ended before"),
+        Accelerator(cpu=True).profile(options) as profiler,
+    ):
+        profiler.step()
+    assert capsys.readouterr().out == ""
+
+
 def test_nothing_is_printed_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     with Accelerator(cpu=True).profile():
         train(1)

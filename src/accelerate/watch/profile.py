@@ -45,7 +45,8 @@ class ProfileKwargs(KwargsHandler):
             tell the kinds. Needs matplotlib.
         operator_table: how many rows a table of the costliest operators has, by their own time on the
             accelerator, or on the CPU where nothing ran on one. It is written beside each trace as
-            ``operators_<rank>.txt``; without ``output_trace_dir`` rank 0 prints it at the end. 0 makes none.
+            ``operators_<rank>.txt``; without ``output_trace_dir`` rank 0 prints the last complete one at the
+            end. 0 makes none.
     """
 
     activities: list[str] | None = None
@@ -111,23 +112,26 @@ def record_profile(options: ProfileKwargs, rank: int) -> Generator[profile]:
         SettingError: ``on_trace_ready`` has exported a trace that this function must export as well.
     """
     profiler = options.build()
-    folder = options.output_trace_dir
-    if folder is None:
+    folder, rows = options.output_trace_dir, options.operator_table
+    if folder is None and not (rows and rank == 0):
         with profiler:
             yield profiler
-        if options.operator_table and rank == 0:
-            print(f"the costliest operators of rank 0:\n{show_operators(profiler, options.operator_table)}")
         return
-    wrote_files = ending = False
+    table = ""
+    is_complete = ending = False
 
     def write(ready: profile) -> None:
-        nonlocal wrote_files
+        nonlocal table, is_complete
         if options.on_trace_ready is not None:
             options.on_trace_ready(ready)
         # A cycle that is cut short by the end of the block does not replace a complete one.
-        if not (ending and wrote_files):
+        if ending and is_complete:
+            return
+        if folder is None:
+            table = show_operators(ready, rows)
+        else:
             _write_files(ready, Path(folder), rank, options)
-            wrote_files = True
+        is_complete = True
 
     profiler.on_trace_ready = write
     with profiler:
@@ -135,12 +139,15 @@ def record_profile(options: ProfileKwargs, rank: int) -> Generator[profile]:
             yield profiler
         finally:
             ending = True
-    if not wrote_files:
+    if not is_complete:
+        product = "no table was made" if folder is None else f"no trace was written to {folder}"
         warnings.warn(
-            f"no trace was written to {folder}: the profile ended before a cycle of schedule_option="
+            f"{product}: the profile ended before a cycle of schedule_option="
             f"{options.schedule_option} began to record; call profiler.step() after every step",
             stacklevel=4,
         )
+    elif folder is None:
+        print(f"the costliest operators of rank 0:\n{table}")
 
 
 def write_holders(
