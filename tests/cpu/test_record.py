@@ -96,7 +96,12 @@ import torch
 from torch.utils.data import DataLoader
 from accelerate import Accelerator
 
+class Config:
+    def __init__(self):
+        self.lr = 0.1
+
 accelerator = Accelerator(mixed_precision="bf16")
+accelerator.init_trackers("tokens", config=Config())
 model = torch.nn.Embedding(10, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 rows = [{"input_ids": torch.arange(n % 3 + 4)[:4]} for n in range(16)]
@@ -113,6 +118,7 @@ def test_tokens_the_model_and_requested_options_are_recorded(ranks: RankServer, 
         (run,) = runs(tmp_path / "runs" / f"rank_{rank}.jsonl")
         assert column(run, "tokens") == [16, 16]  # 4 rows of 4 on each rank
     (run,) = runs(tmp_path / "runs" / "rank_0.jsonl")
+    assert column(run, "config") == [{"lr": 0.1}]  # of an object, its attributes
     (model,) = column(run, "model")
     assert (model["parameters"], model["trained"], model["format"]) == (40, 40, "bf16")
     assert (model["peak_flops"], model["processes"]) == (None, 2)

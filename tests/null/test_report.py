@@ -117,6 +117,13 @@ def test_hyperparameters_that_differ_are_marked(tmp_path: Path) -> None:
     assert [(row["name"], row["differs"]) for row in rows] == [("lr", True), ("batch", False)]
 
 
+def test_a_configuration_without_names_is_one_row(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"start": "a"}, {"config": ["--fast"]})
+    assert data_of(render_page(read_runs([path])))["config"] == [
+        {"name": "config", "values": ['["--fast"]'], "differs": False}
+    ]
+
+
 def recorded(folder: Path) -> Path:
     """A run of two ranks, the second twice as slow."""
     for rank in (0, 1):

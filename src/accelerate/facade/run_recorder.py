@@ -25,7 +25,7 @@ from accelerate.data.batches import FetchedBatch
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.runtime import Runtime
 from accelerate.report.records import SLOW_STEPS, find_stragglers
-from accelerate.track.base import GeneralTracker, to_json_types
+from accelerate.track.base import GeneralTracker, to_json_config
 from accelerate.track.protocol.json_lines import JSONLinesFile, TrackerFileError
 from accelerate.world import watchdog
 from accelerate.world.process_group import StoreClient
@@ -176,7 +176,7 @@ class RunRecorder(GeneralTracker):
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write the configuration; what JSON has no type for is written as text."""
-        self._write(config=to_json_types(values))
+        self._write(config=to_json_config(values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write what the script logs."""

@@ -132,11 +132,11 @@ class RunRecord:
         self.start = self.start or time
         self.end = max(self.end, time)
         if "values" in record:
-            self._add_values(record["values"], record.get("step"), time - self.start)
+            self._add_values(_by_name(record, "values"), record.get("step"), time - self.start)
         elif "optimizer_step" in record:
             self._add_step(record, rank, time - self.start)
         elif "config" in record:
-            self.config |= record["config"]
+            self.config |= _by_name(record, "config")
         elif "environment" in record:
             self.environment |= record["environment"] if rank == 0 else {}
         elif "checkpoint" in record:
@@ -194,6 +194,11 @@ class RunRecord:
         for group, rate in enumerate(get("lr", ()) if rank == 0 else ()):
             name = f"learning rate, group {group}" if len(record["lr"]) > 1 else "learning rate"
             self.series[name].add(number, seconds, float(rate))
+
+
+def _by_name(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the values of a record by their names; a list or a text, which has none, under ``name``."""
+    return record[name] if isinstance(record[name], Mapping) else {name: record[name]}
 
 
 def downsample(x: np.ndarray, y: np.ndarray, count: int) -> np.ndarray:
