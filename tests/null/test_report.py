@@ -254,6 +254,30 @@ def test_a_folder_of_folders_is_read_whole(tmp_path: Path) -> None:
     assert [each.name for each in read_runs([tmp_path / "runs"])] == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"time": "12:00:01", "text": "x"},
+        {"start": 0.0, "end": 2.5, "text": "x"},
+        {"values": [1, 2]},
+        {"table": "x"},
+        {"config": "x"},
+    ],
+    ids=lambda record: next(iter(record)),
+)
+@pytest.mark.parametrize("name", ["data.jsonl", "rank_0.jsonl"])
+def test_other_files_of_a_folder_are_no_runs(tmp_path: Path, record: dict[str, Any], name: str) -> None:
+    lines(tmp_path / "a.jsonl", {"start": "a"}, {"step": 0, "values": {"loss": 1.0}})
+    other = lines(tmp_path / name, *[record] * 2)
+    if "time" not in record:
+        other.write_text((json.dumps(record) + "\n") * 2)
+    reader = RunReader([tmp_path])
+    for _ in range(2):
+        assert [each.name for each in reader.update()] == ["a"]
+    with pytest.raises(SettingError, match=rf"{name} holds no records of a run"):
+        read_runs([other])
+
+
 def test_a_rank_that_died_early_shortens_the_throughput_only(tmp_path: Path) -> None:
     folder = recorded(tmp_path / "night")
     file = folder / "rank_1.jsonl"

@@ -39,7 +39,10 @@ class RecordFile:
         return status.st_size < self._offset or status.st_ino != self._file
 
     def read_new(self) -> Iterator[dict[str, Any] | None]:
-        """Yield the records since the last call; None for a line that is none."""
+        """Yield the records since the last call; None for a line that is none.
+
+        Nothing of a file that begins with another record than the start of a run: it is no file of a run.
+        """
         self.is_torn = False
         with self.path.open("rb") as file:
             file.seek(self._offset)
@@ -47,9 +50,17 @@ class RecordFile:
                 if not line.endswith(b"\n"):
                     self.is_torn = True
                     return
+                record = _parse(line) if line.strip() else {}
+                if self._offset == 0 and record and not _is_start(record):
+                    return
                 self._offset += len(line)
-                if line.strip():
-                    yield _parse(line)
+                if record != {}:
+                    yield record
+
+
+def _is_start(record: dict[str, Any]) -> bool:
+    """Return whether a run begins with the record. Both its writers put the name and the time into it."""
+    return isinstance(record.get("start"), str) and isinstance(record.get("time"), float | int)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -81,7 +92,7 @@ class _TrackerRuns:
         count, path = 0, self._file.path
         for record in self._file.read_new():
             count += 1
-            if record is not None and ("start" in record or not self.runs):
+            if record is not None and (_is_start(record) or not self.runs):
                 self.runs.append(
                     RunRecord(str(record.get("start", path.stem)), path, bad_lines=self._bad_lines)
                 )
@@ -131,7 +142,7 @@ class _RecordedRuns:
         count, id = 0, self._run_ids.get(rank)
         for record in file.read_new():
             count += 1
-            if record is not None and "start" in record:
+            if record is not None and _is_start(record):
                 self._starts_without_id[rank] += not record.get("run")
                 id = str(record.get("run") or self._starts_without_id[rank])
             id = id or next(iter(self._runs), "1")  # lines before the first start
@@ -189,7 +200,7 @@ class RunReader:
             if not read:
                 raise SettingError(
                     f"{path} holds no records of a run",
-                    why="a run is recorded in files that end in .jsonl",
+                    why="a run is recorded in files that end in .jsonl and begin with its name and time",
                     fix='train with Accelerator(log_with="jsonl", project_dir="runs"), '
                     "or accelerate launch --record runs/name",
                 )
