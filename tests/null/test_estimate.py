@@ -17,6 +17,7 @@ from accelerate.facade.estimate.activation_formula import (
     activation_bytes,
     transformer_shape,
 )
+from accelerate.facade.estimate.activation_trace import SavedActivationBytes
 from accelerate.facade.estimate.memory_estimate import (
     OPTIMIZERS,
     MemoryEstimateConfig,
@@ -271,6 +272,12 @@ def test_what_is_left_out_is_said() -> None:
     assert (
         "by the formula of Korthikanti et al. 2022"
         in estimate_training(layered, MemoryEstimateConfig(length=5)).notes[0]
+    )
+    full, kept = MemoryEstimateConfig(length=5, recompute="full"), SavedActivationBytes(1000, 0)
+    unknown = estimate_training(plain(3), full, kept)
+    assert (unknown.activations, unknown.notes) == (
+        1000,
+        ("activations without recomputation: the model's blocks are not known",),
     )
     with pytest.raises(UnknownNameError, match="float64"):
         rule_of_thumb(100, "float64")

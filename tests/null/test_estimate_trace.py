@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from accelerate.facade.estimate import activation_trace
 from accelerate.facade.estimate.activation_formula import activation_bytes, transformer_shape
 from accelerate.facade.estimate.activation_trace import SavedActivationBytes, trace_saved
+from accelerate.facade.estimate.memory_estimate import MemoryEstimateConfig, estimate_training, measure_model
 from accelerate.facade.estimate.skeleton import build_skeleton
 from tests.null.test_estimate import LLAMA
 from tests.null.test_meta_models import BERT, write
@@ -46,6 +48,49 @@ def saved_for_real(model: nn.Module, batch: int, length: int) -> int:
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         model(input_ids=words, labels=words)
     return sum(storage.nbytes() for storage in found.values())
+
+
+def recomputed_for_real(model: nn.Module, batch: int, length: int) -> int:
+    """Most bytes of storages that autograd holds at once in a forward and backward with checkpoints."""
+    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    holders, sizes, most = Counter[int](), dict[int, int](), 0
+
+    class Saved:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            nonlocal most
+            self.tensor, storage = tensor, tensor.untyped_storage()
+            self.key = storage._cdata
+            if self.key not in own:
+                holders[self.key] += 1
+                sizes[self.key] = storage.nbytes()
+                most = max(most, sum(sizes.values()))
+
+        def __del__(self) -> None:
+            holders[self.key] -= 1
+            if not holders[self.key]:
+                del sizes[self.key]
+
+    model.train().gradient_checkpointing_enable({"use_reentrant": True})  # whose recomputation hooks see
+    words = torch.zeros(batch, length, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+        model(input_ids=words, labels=words).loss.backward()
+    return most
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mamba"])
+def test_full_recomputation_holds_one_block_and_the_inputs_of_all(tmp_path: Path, kind: str) -> None:
+    """Also where blocks have no heads of attention: the logits are gone before the first block is back."""
+    small = {"hidden_size": 64, "num_hidden_layers": 6, "vocab_size": 100, "dtype": "float32"}
+    small |= {"model_type": kind.lower(), "architectures": [f"{kind}ForCausalLM"]}
+    if kind == "Llama":
+        small |= {"intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(**small, attn_implementation="eager")
+    real = recomputed_for_real(getattr(transformers, f"{kind}ForCausalLM")(config), 2, 32)
+    how = MemoryEstimateConfig(batch=2, length=32, recompute="full", attention="eager")
+    facts = measure_model(build_skeleton(write(tmp_path, small)), kind)
+    estimate = estimate_training(facts, how, traced(tmp_path, small, attention="eager"))
+    logits = 2 * 32 * 100 * 8
+    assert real <= estimate.activations <= 1.1 * (real + logits)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -29,6 +29,21 @@ _GATES = ("gate_proj", "gate_up_proj", "wi_1", "w3", "up_gate_proj")
 
 
 @dataclass(frozen=True)
+class BlockStack:
+    """The sizes of a stack of equal blocks, of attention or not, as in Mamba.
+
+    Attributes:
+        count: blocks.
+        hidden: width of the residual stream.
+        vocabulary: of the output head; 0 without one.
+    """
+
+    count: int
+    hidden: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
 class TransformerShape:
     """The sizes of a stack of equal transformer blocks that the formula needs.
 
@@ -86,7 +101,7 @@ def activation_bytes(
     return saved_bytes + tokens * layers.vocabulary * _bytes_per_logit(size)
 
 
-def full_recompute_bytes(layers: TransformerShape, batch: int, length: int, size: int, kept: int) -> int:
+def full_recompute_bytes(layers: BlockStack, batch: int, length: int, size: int, kept: int) -> int:
     """Return the bytes with full recomputation (each block's input, and one block), from those without."""
     tokens = batch * length
     head = min(kept, tokens * layers.vocabulary * _bytes_per_logit(size))
@@ -120,32 +135,40 @@ def _bytes_per_logit(size: int) -> int:
     return (0 if size == 4 else size) + 4 + 4
 
 
-def transformer_shape(model: nn.Module) -> TransformerShape | None:
+def block_stack(model: nn.Module) -> BlockStack | None:
     """Read the sizes from a transformers configuration; None where it lacks one of them."""
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return None
     text = config.get_text_config()
-    count, hidden, heads = (
-        _config_number(text, name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
-    )
-    if not (count and hidden and heads):
-        return None
-    inner = _config_number(text, "intermediate_size", "n_inner", "ffn_dim", "d_ff") or 4 * hidden
+    count, hidden = _config_number(text, "num_hidden_layers"), _config_number(text, "hidden_size")
     head: Any = getattr(model, "get_output_embeddings", None)
+    vocabulary = int(getattr(head() if head else None, "out_features", 0) or 0)
+    return BlockStack(count, hidden, vocabulary) if count and hidden else None
+
+
+def transformer_shape(model: nn.Module) -> TransformerShape | None:
+    """Read the sizes from a transformers configuration; None where it lacks one of them."""
+    stack = block_stack(model)
+    config: Any = getattr(model, "config", None)
+    text: Any = None if stack is None else config.get_text_config()
+    heads = _config_number(text, "num_attention_heads")
+    if stack is None or not heads:
+        return None
+    inner = _config_number(text, "intermediate_size", "n_inner", "ffn_dim", "d_ff") or 4 * stack.hidden
     experts = _config_number(text, "num_experts_per_tok")
     if experts:
         inner = experts * (_config_number(text, "moe_intermediate_size") or inner)
     return TransformerShape(
-        count,
-        hidden,
+        stack.count,
+        stack.hidden,
         heads,
         _config_number(text, "num_key_value_heads") or heads,
-        _config_number(text, "head_dim") or hidden // heads,
+        _config_number(text, "head_dim") or stack.hidden // heads,
         inner,
         gated=any(name.rpartition(".")[2] in _GATES for name, _ in model.named_modules()),
         dropout=any(type(m).__name__ == "Dropout" and getattr(m, "p", 0) > 0 for m in model.modules()),
-        vocabulary=int(getattr(head() if head else None, "out_features", 0) or 0),
+        vocabulary=stack.vocabulary,
     )
 
 

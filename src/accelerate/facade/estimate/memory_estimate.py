@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.facade.estimate.activation_formula import (
     RECOMPUTE,
+    BlockStack,
     TransformerShape,
     activation_bytes,
+    block_stack,
     full_recompute_bytes,
     tensor_parallel_share,
     transformer_shape,
@@ -60,6 +62,7 @@ class ModelSizes:
         outside_blocks: parameters outside of all blocks.
         tensor_parallel_numbers: parameters that tensor parallelism divides; 0: no plan in the model.
         shape: for the formula of activations; None where a model is no stack of transformer blocks.
+        blocks: for full recomputation; None where the configuration does not tell of a stack of blocks.
     """
 
     name: str
@@ -71,6 +74,7 @@ class ModelSizes:
     outside_blocks: int = 0
     tensor_parallel_numbers: int = 0
     shape: TransformerShape | None = None
+    blocks: BlockStack | None = None
 
     @property
     def parameters(self) -> int:
@@ -116,6 +120,7 @@ def measure_model(model: nn.Module, name: str) -> ModelSizes:
         outside,
         _count_tensor_parallel_numbers(model),
         transformer_shape(model),
+        block_stack(model),
     )
 
 
@@ -410,8 +415,9 @@ def _estimate_activations(
         note = f"{again}activations: what a forward on empty tensors saves for the backward{formula_note}"
         if how.recompute != "full":
             return kept.activations, note
-        if layers is not None:
-            return full_recompute_bytes(layers, how.batch, how.length, size, kept.activations), note
+        if facts.blocks is None:
+            return kept.activations, "activations without recomputation: the model's blocks are not known"
+        return full_recompute_bytes(facts.blocks, how.batch, how.length, size, kept.activations), note
     reason = kept if isinstance(kept, str) else "no forward was traced"
     if formula is None:
         return 0, f"activations are left out: {reason}"
