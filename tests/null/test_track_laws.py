@@ -7,6 +7,7 @@ as it is. tests/clients/test_trackers.py runs the libraries that are installed.
 from __future__ import annotations
 
 import ast
+import glob
 import json
 import re
 import sys
@@ -302,6 +303,23 @@ def test_a_name_that_ends_in_no_format_is_that_of_a_png(name: str, library: Fake
     tracker.log_images({"sample_t0.5": image, "seen.JPG": image, "step_1.0": [image, image]})
     names = {"sample_t0.5.png", "seen.JPG", "step_1.0/0.png", "step_1.0/1.png"}
     assert names <= library.since(start)
+
+
+@pytest.mark.parametrize("name", ["swanlab"])
+def test_a_file_is_no_pattern(name: str, library: Fake, tmp_path: Path) -> None:
+    """It stores the files that a pattern matches below a folder, which is none."""
+    for file in ("a[1].txt", "b?.txt", "a1.txt", "b1.txt", "c[1]/d.txt"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(file)
+    tracker = init_run(name, tmp_path).trackers[0]
+    start = len(library.calls)
+    for file in ("a[1].txt", "b?.txt", "c[1]/d.txt"):
+        tracker.log_artifact(str(tmp_path / file))
+    saved = [call.arguments for call in library.calls[start:]]
+    assert [glob.glob(each["glob_str"]) for each in saved] == [
+        [str(tmp_path / file)] for file in ("a[1].txt", "b?.txt", "c[1]/d.txt")
+    ]
+    assert all(Path(each["base_path"]) in Path(each["glob_str"]).parents for each in saved)
 
 
 @pytest.mark.parametrize("name", [n for n in OF_LIBRARIES if n in ("aim", "swanlab", "wandb")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from typing import Any, ClassVar
 
@@ -53,7 +54,11 @@ class SwanLabTracker(ProjectTracker):
         """Store a file under its own name; there are no folders."""
         if artifact_path:
             self.leave_out("folders of files")
-        self.run.save(local_path, base_path=os.path.dirname(os.path.abspath(local_path)), policy="now")
+        path = os.path.realpath(local_path)  # it leaves out what a link leads to
+        base = os.path.dirname(path)
+        while base != glob.escape(base):  # it takes a pattern, which lies below the folder by its letters
+            base = os.path.dirname(base)
+        self.run.save(glob.escape(path), base_path=base, policy="now")
 
     @on_main_process
     def finish(self) -> None:
