@@ -305,6 +305,19 @@ def test_a_name_that_ends_in_no_format_is_that_of_a_png(name: str, library: Fake
     assert names <= library.since(start)
 
 
+@pytest.mark.parametrize("name", ["mlflow"])
+def test_a_name_that_is_no_plain_path_costs_no_other_metric(name: str, library: Fake, tmp_path: Path) -> None:
+    """A server refuses all metrics of a request for one of them."""
+    acc = init_run(name, tmp_path)
+    start = len(library.calls)
+    refused = ["/loss", "a//b", "train/", "./x", "a/../b", "..x", ".", "x" * 251, "a%"]
+    values = dict.fromkeys([*refused, "train/loss", "a..b", "x" * 250], 0.5)
+    said = warnings_of(lambda: acc.log(values, step=1))
+    assert {each.split("'")[1] for each in said} == {*refused}
+    (logged,) = (call.arguments["metrics"] for call in library.calls[start:] if "metrics" in call.arguments)
+    assert logged.keys() == values.keys() - refused
+
+
 @pytest.mark.parametrize("name", ["swanlab"])
 def test_a_file_is_no_pattern(name: str, library: Fake, tmp_path: Path) -> None:
     """It stores the files that a pattern matches below a folder, which is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
 import re
 from itertools import islice
 from typing import Any, ClassVar
@@ -15,8 +16,9 @@ from accelerate.track.protocol.logged_values import LoggedTable, flatten_mapping
 
 # A server takes no more parameters in one request (mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH).
 BATCH = 100
-# Names that a server takes; one other name would cost all metrics of its request.
-NAMES = re.compile(r"[/\w.\- :]+")
+# Names that a server takes; one other name would cost all metrics of its request. They are also paths in
+# normal form: path_not_unique and MAX_ENTITY_KEY_LENGTH of mlflow.utils.validation.
+NAMES = re.compile(r"[/\w.\- :]{1,250}")
 
 
 class MLflowTracker(LibraryTracker):
@@ -109,10 +111,10 @@ class MLflowTracker(LibraryTracker):
         """
         metrics: dict[str, Any] = {}
         flat = flatten_mappings(values)
-        named = {key: value for key, value in flat.items() if NAMES.fullmatch(key)}
+        named = {key: value for key, value in flat.items() if _is_name(key)}
         for key in flat.keys() - named.keys():
-            names = "letters, digits and _ - . : / and spaces"
-            self._warn_once(key, f"mlflow cannot log {key!r}: its names are of {names}; it is left out")
+            names = "paths as train/loss of up to 250 letters, digits and _ - . : / and spaces"
+            self._warn_once(key, f"mlflow cannot log {key!r}: its names are {names}; it is left out")
         self.log_by_kind(named, number=metrics.__setitem__, text=self._library.set_tag)
         self._library.log_metrics(metrics, step=step, **kwargs)
 
@@ -153,6 +155,11 @@ class MLflowTracker(LibraryTracker):
             self._library.end_run(status="FAILED")
         else:
             self._library.end_run()
+
+
+def _is_name(key: str) -> bool:
+    outside = key == "." or key.startswith(("/", ".."))
+    return NAMES.fullmatch(key) is not None and posixpath.normpath(key) == key and not outside
 
 
 def _parse_tags(text: str) -> dict[str, Any]:
