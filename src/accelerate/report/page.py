@@ -76,8 +76,8 @@ def page_data(runs: Sequence[RunRecord]) -> str:
         "checkpoints": [_checkpoint_row(run, record) for run in runs for record in run.checkpoints],
         "environment": [[run.name, run.environment] for run in runs if run.environment],
     }
-    # A text of a run may hold the end of a script element.
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
+    # A text of a run may hold the end of a script element, or a comment and a script that swallow it.
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _describe_run(run: RunRecord) -> dict[str, Any]:
