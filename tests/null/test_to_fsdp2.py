@@ -136,6 +136,23 @@ def test_hsdp_replicas_stay(old: Path, capsys: pytest.CaptureFixture[str]) -> No
     told = capsys.readouterr().out
     assert "fsdp_replicate_size is the number of replicas" in told
     assert "LOCAL_STATE_DICT becomes SHARDED_STATE_DICT" in told
+    quoted = convert_config_to_fsdp2({**given, "num_machines": "4"})["fsdp_config"]
+    assert quoted["fsdp_replicate_size"] == 4
+
+
+@pytest.mark.parametrize("machines", [None, 1, "2:4"])
+def test_hsdp_without_a_number_of_machines_is_not_promised(
+    old: Path, capsys: pytest.CaptureFixture[str], machines: Any
+) -> None:
+    """There may be several at launch."""
+    old.write_text(
+        yaml.safe_dump({**config(fsdp_sharding_strategy="HYBRID_SHARD"), "num_machines": machines})
+    )
+    assert run(["to-fsdp2", "--config_file", str(old), "--overwrite"]) == 0
+    told = capsys.readouterr().out
+    assert "fsdp_replicate_size" not in yaml.safe_load(old.read_text())["fsdp_config"]
+    assert "add fsdp_replicate_size: MACHINES to fsdp_config" in told
+    assert "number of replicas" not in told
 
 
 def test_the_values_are_those_of_1_x() -> None:

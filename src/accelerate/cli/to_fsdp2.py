@@ -98,9 +98,9 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
         target = ARGUMENT_KEY_MAPPING.get(key, key)
         if key != VERSION and not isinstance(target, ConversionStatus) and value is not None:
             new[target] = _convert_value(key, value)
-    machines = config.get("num_machines")
-    if _is_hybrid(table) and REPLICATE_SIZE not in new and isinstance(machines, int) and machines > 1:
-        new[REPLICATE_SIZE] = machines
+    machines = str(config.get("num_machines"))  # also in quotes; a range of them tells no number
+    if _is_hybrid(table) and REPLICATE_SIZE not in new and machines.isdecimal() and int(machines) > 1:
+        new[REPLICATE_SIZE] = int(machines)
     if str(new.get("fsdp_state_dict_type")).upper() == LOCAL_STATE_DICT:
         new["fsdp_state_dict_type"] = "SHARDED_STATE_DICT"
     return {**config, SECTION: dict(sorted(new.items()))}
@@ -147,8 +147,8 @@ def _convert_value(key: str, value: Any) -> Any:
     return choices[text]
 
 
-def _dropped_key_lines(config: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each key that is left out, and for each that gets another meaning."""
+def _dropped_key_lines(config: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each key that is left out of the new configuration, or gets another meaning there."""
     if _fsdp_options(config).get(VERSION) == 2:
         yield (
             "it is a configuration of FSDP2 already, and stays as it is; if its keys are those of FSDP1, "
@@ -160,7 +160,12 @@ def _dropped_key_lines(config: Mapping[str, Any]) -> Iterator[str]:
             reason = "prefetches by itself" if key.endswith("_prefetch") else "has no such option"
             yield f"{key} is left out: FSDP2 {reason}"
     if _is_hybrid(_fsdp_options(config)):
-        yield f"{REPLICATE_SIZE} is the number of replicas (HSDP): one for each machine, as it was"
+        yield (
+            f"{REPLICATE_SIZE} is the number of replicas (HSDP): one for each machine, as it was"
+            if REPLICATE_SIZE in new[SECTION]
+            else "the file tells of no second machine: if there are several, add "
+            f"{REPLICATE_SIZE}: MACHINES to {SECTION} (HSDP), or weights are sharded over all of them"
+        )
     if str(_fsdp_options(config).get("fsdp_state_dict_type")).upper() == LOCAL_STATE_DICT:
         yield f"{LOCAL_STATE_DICT} becomes SHARDED_STATE_DICT, which any number of processes reads"
 
@@ -216,7 +221,7 @@ def convert_file(config_file: str, output_file: str | None = None, overwrite: bo
             raise
         raise SettingError(f"{path}: {error.what}", why=error.why, fix=error.fix) from error
     config_writer.write_file(target, config_writer.format_config(new, target))
-    return [*_dropped_key_lines(config), f"written to {target}"]
+    return [*_dropped_key_lines(config, new), f"written to {target}"]
 
 
 @click.command("to-fsdp2", short_help="Turn an FSDP1 configuration into an FSDP2 one.")
