@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.check import checks, run
 from accelerate.check.checks import CHECKS, CheckOutcome, run_check
 from accelerate.cli.test import SUCCESS
+from accelerate.utils import is_deepspeed_available
 from accelerate.world import collective
 from tests.support.command import accelerate, launch
 from tests.support.long_run import long_run_param
@@ -91,6 +93,30 @@ def test_ranks_may_share_a_model_or_read_the_same_samples(ranks: RankServer, env
     for others in ranks(2, run_all_checks, env=env):
         assert others == {} if MESH not in env else list(others) == ["data, dispatched"], others
         assert all(result == "skipped" for result, _ in others.values())
+
+
+_BF16: dict[str, Any] = {"bf16": {"enabled": True}, "gradient_clipping": 0.1}
+_OPTIMIZER: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
+_SCHEDULER: dict[str, Any] = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
+
+
+@pytest.mark.skipif(not is_deepspeed_available(), reason="the package deepspeed is not installed")
+@pytest.mark.parametrize(
+    ("sections", "skipped"),
+    [(_BF16, []), (_OPTIMIZER, ["training", "checkpoint"]), (_SCHEDULER, ["training"])],
+    ids=["precision and clipping", "optimizer", "scheduler"],
+)
+def test_what_a_file_of_an_engine_says_itself_is_no_failure(
+    ranks: RankServer, tmp_path: Path, sections: dict[str, Any], skipped: list[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    stage = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 4}
+    file.write_text(json.dumps({**stage, **sections}))
+    env = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
+    for others in ranks(2, run_all_checks, env=env):
+        assert list(others) == skipped, others
+        for result, text in others.values():
+            assert (result, "deepspeed configures" in text) == ("skipped", True)
 
 
 def test_flags_that_name_another_script_are_refused() -> None:

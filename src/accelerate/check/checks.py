@@ -29,12 +29,15 @@ from accelerate.core.units import show_bytes
 from accelerate.data.prepare import DataLoaderConfiguration
 from accelerate.facade.accelerator import Accelerator
 from accelerate.facade.launch_settings import PrecisionSettings
+from accelerate.strategy.base import EngineStrategy
 from accelerate.world import collective
 from accelerate.world.local_tensor_trees import local_tensor
 
 _FORMATS = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _LOADER_BATCH, _LOADER_STEPS, _LOADER_EPOCHS = 4, 3, 2
-_WIDTH, _BATCH, _STEPS, _RATE = 8, 4, 4, 0.05  # of the tiny model and its training
+_WIDTH, _BATCH, _STEPS = 8, 4, 4  # of the tiny model and its training
+# Of the loss, and of a step: gradients are shorter than what a configuration clips, and steps as long.
+_LOSS, _RATE = 1 / 128, 0.05 * 128
 _NUMBERS = 1 << 20  # float32 values of the timed all-reduce
 _REPEATS = 5
 
@@ -260,7 +263,9 @@ def make_samples(count: int) -> TensorDataset:
 
 def check_precision(accelerator: Accelerator) -> str:
     """Check that a layer inside a forward returns the requested dtype."""
-    requested = load_settings(PrecisionSettings).value.mixed_precision or "no"
+    requested = load_settings(PrecisionSettings).value.mixed_precision
+    if requested is None:  # the strategy's own configuration may say it
+        requested = accelerator.strategy.plugins.get("_mixed_precision", "no")
     expect_equal(accelerator.mixed_precision, requested, "the precision in use")
     if accelerator.mixed_precision not in _FORMATS:
         raise CheckNotApplicableError(f"what {accelerator.mixed_precision} does is not seen from outside")
@@ -276,6 +281,7 @@ def check_precision(accelerator: Accelerator) -> str:
 
 def check_parity(accelerator: Accelerator) -> str:
     """Check that a tiny model trains to the same weights on all ranks and on one process alone."""
+    _skip_where_configured(accelerator, "optimizer", "scheduler")
     accelerator = Accelerator()
     model = make_tiny_model()
     alone = copy.deepcopy(model).to(accelerator.device)
@@ -298,6 +304,14 @@ def check_parity(accelerator: Accelerator) -> str:
     return f"{_STEPS} steps, weights within {max(gap, 1e-9):.0e} of those of one process alone"
 
 
+def _skip_where_configured(accelerator: Accelerator, *kinds: str) -> None:
+    """Skip a check that takes another optimizer or learning rate than the strategy's own configuration."""
+    strategy = accelerator.strategy
+    configured = strategy.configured_kinds if isinstance(strategy, EngineStrategy) else ()
+    if both := [kind for kind in kinds if kind in configured]:
+        raise CheckNotApplicableError(f"{strategy.name} configures {' and '.join(both)} itself")
+
+
 def _train_prepared(
     accelerator: Accelerator, model: nn.Module, data: TensorDataset
 ) -> tuple[nn.Module, list[bool]]:
@@ -307,7 +321,7 @@ def _train_prepared(
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=_BATCH))
     for inputs, targets in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(F.mse_loss(model(inputs).float(), targets))
+            accelerator.backward(_LOSS * F.mse_loss(model(inputs).float(), targets))
             optimizer.step()
             if accelerator.sync_gradients:
                 skipped.append(bool(accelerator.optimizer_step_was_skipped))
@@ -321,7 +335,7 @@ def _train_alone(model: nn.Module, data: TensorDataset, window: int, skipped: li
     device = next(model.parameters()).device
     for (inputs, targets), skip in zip(DataLoader(data, batch_size=window), skipped, strict=True):
         optimizer.zero_grad()
-        F.mse_loss(model(inputs.to(device)), targets.to(device)).backward()
+        (_LOSS * F.mse_loss(model(inputs.to(device)), targets.to(device))).backward()
         if not skip:
             optimizer.step()
 
@@ -333,6 +347,7 @@ def check_checkpoint(accelerator: Accelerator) -> str:
     """Check that loading restores weights, optimizer state and random numbers."""
     if accelerator.world.nodes > 1:
         raise CheckNotApplicableError("it is not known which folder all machines share")
+    _skip_where_configured(accelerator, "optimizer")
     # One rank makes the folder and removes it, also when others fail.
     own_folder = tempfile.mkdtemp(prefix="accelerate-test-") if accelerator.is_main_process else ""
     try:

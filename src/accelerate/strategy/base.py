@@ -552,6 +552,11 @@ class EngineStrategy(Strategy):
         """The micro-batches per step in the engine's own configuration; None if it does not say."""
         return None
 
+    @property
+    def configured_kinds(self) -> Sequence[str]:
+        """The kinds of objects that its own configuration makes: ``"optimizer"``, ``"scheduler"``."""
+        return ()
+
     # --- the loop
 
     def should_divide_loss(self, kwargs: dict[str, Any]) -> bool:

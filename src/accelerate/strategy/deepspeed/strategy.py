@@ -181,6 +181,11 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, DeepSpeedBackward, Mo
         steps = self.plugin.get_value("gradient_accumulation_steps")
         return None if steps in (None, "auto", *((1,) if self.plugin.assumes_steps else ())) else int(steps)
 
+    @property
+    def configured_kinds(self) -> Sequence[str]:
+        """The kinds of objects that have a section in DeepSpeed's configuration."""
+        return [kind for kind in ("optimizer", "scheduler") if self.plugin.config_template().get(kind)]
+
     # --- prepare
 
     def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
