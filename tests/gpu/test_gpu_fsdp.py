@@ -25,7 +25,7 @@ LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
         LAYERS,
         {**LAYERS, "activation_checkpointing": True, "activation_checkpointing_offload": True},
         {**LAYERS, "cpu_offload": True},
-        {**LAYERS, "forward_prefetch": True, "backward_prefetch": "NO_PREFETCH"},
+        {**LAYERS, "fsdp_version": 2, "forward_prefetch": True, "backward_prefetch": "NO_PREFETCH"},
         {**LAYERS, "fsdp_version": 2, "sharding_strategy": "HYBRID_SHARD", "replicate_size": 2},
     ],
     ids=["layers", "recomputed", "offloaded", "ahead", "copies"],

@@ -13,20 +13,19 @@ from benchmarks.gpu.rows import all_rows
 from tests.support.environment import ROOT
 from tests.support.long_run import LONG_RUN
 
-# What only `make test-all` runs: rows that differ from another one by a size or a number format, and most
-# files of tests/gpu, whose tests are those of tests/sim under other names.
+# What only `make test-all` runs: rows that differ from another one by a size or a number format, and those
+# files of tests/gpu that take longest, whose tests are those of tests/sim under other names.
 IN_LONG_RUN = {
+    *("test-context", "test-estimate", "test-pager"),
     *("async-save-40", "load-20-hot", "load-70-hot", "offload-2x", "offload-1x"),
     *("step-bf16", "step-fp16", "step-fp8", "step-bf16-by-hand", "memory-fp16", "memory-fp8"),
 }
-FILE = "test-training"
 
 
 def choose_rows() -> list[str]:
     names = [row.name for row in all_rows()]
     assert {*names} >= IN_LONG_RUN, "a row has another name now"
-    short = [name for name in names if name not in IN_LONG_RUN and (name == FILE or name[:5] != "test-")]
-    return names if LONG_RUN else short
+    return [name for name in names if LONG_RUN or name not in IN_LONG_RUN]
 
 
 @pytest.mark.timeout(400)
