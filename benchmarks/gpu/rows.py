@@ -130,7 +130,7 @@ def state_rows() -> Iterator[DeviceCase]:
             f"`save_state(async_save=True)` of {size} GB blocks, against `torch.save`",
             "ratio",
             program,
-            f"save-async {{files}} {size}000 1",
+            f"save-async {{files}} {size}000 2",
             f"save-async {{files}} {size // 10} 1",
             unit="s",
             target=0.15,
@@ -216,7 +216,7 @@ def last_rows() -> Iterator[DeviceCase]:
     )  # fmt: skip
     yield row(
         "save", "`save_state` of 3 GB, against `torch.save`", "ratio", "benchmarks.gpu.states",
-        "save {files} 3000 1", "save {files} 1 1", unit="s", target=1.0,
+        "save {files} 3000 2", "save {files} 1 1", unit="s", target=1.0,
     )  # fmt: skip
     yield row(
         "generation", "a token, weights on device, host and disk, against all on the device", "ratio",

@@ -13,6 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,8 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def save(folder: Path, size: int, background: bool) -> Sample:
-    """`save_state` once, or twice in the background: the first makes memory that the second uses again."""
+def save(folder: Path, size: int, background: bool, rounds: int) -> Sample:
+    """Saves by hand and by `save_state` in turn; the first of each make memory that the others use again."""
     import torch
 
     from accelerate import Accelerator
@@ -70,24 +71,32 @@ def save(folder: Path, size: int, background: bool) -> Sample:
     package = Accelerator()
     with torch.device(where):
         model = package.prepare(model_of(size))
-    by_hand = folder / "by-hand.pt"
-    raw = timed(lambda: torch.save(model.state_dict(), by_hand))
-    by_hand.unlink()
+    target = folder / "state"
     options: dict[str, Any] = {"async_save": True} if background else {}
-    times: list[float] = []
-    for number in range(1 + background):
-        target = folder / f"state-{number}"
-        times.append(timed(lambda: package.save_state(str(target), **options)))  # noqa: B023
+
+    def by_hand() -> float:
+        target.mkdir()
+        return timed(lambda: torch.save(model.state_dict(), target / "by-hand.pt"))
+
+    def by_package() -> float:
+        seconds = timed(lambda: package.save_state(str(target), **options))
         if background:
             package.wait_for_checkpoint()
-        written = sum(path.stat().st_size for path in target.rglob("*"))
-        shutil.rmtree(target)
-        if written < 0.95 * size:
-            raise BenchError(f"{written} bytes were written instead of {size}")
-    facts = {"by hand": f"{size / raw / 1e9:.2f} GB/s"}
+        return seconds
+
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(rounds + 1):
+        for which in (0, 1) if turn % 2 == 0 else (1, 0):
+            times[which].append((by_hand, by_package)[which]())
+            written = sum(path.stat().st_size for path in target.rglob("*"))
+            shutil.rmtree(target)
+            if written < 0.95 * size:
+                raise BenchError(f"{written} bytes were written instead of {size}")
+    sample = compare(times[0][1:], times[1][1:], "ratio")
+    facts = {"by hand": f"{size / sample.base / 1e9:.2f} GB/s"}
     if background:
-        facts["the first one, without memory for the copy:"] = f"{times[0]:.3f} s"
-    return Sample(raw, times[-1], times[-1] / raw, 0.0, facts)
+        facts["the first one, without memory for the copy:"] = f"{times[1][0]:.3f} s"
+    return replace(sample, facts=facts)
 
 
 def write_files(folder: Path, size: int) -> list[Path]:
@@ -151,12 +160,12 @@ def load(folder: Path, size: int, cold: bool, rounds: int) -> Sample:
                 times[which].append(seconds)
     sample = compare(*times, "ratio")
     facts = {"the package:": f"{size / sample.value / 1e9:.2f} GB/s"}
-    return Sample(sample.base, sample.value, sample.figure, sample.noise, facts)
+    return replace(sample, facts=facts)
 
 
 if __name__ == "__main__":
     what, place, megabytes, rounds = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     if what.startswith("save"):
-        report(save(place / what, megabytes * 10**6, what == "save-async"))
+        report(save(place / what, megabytes * 10**6, what == "save-async", rounds))
     else:
         report(load(place / f"load-{megabytes}", megabytes * 10**6, what == "load-cold", rounds))
