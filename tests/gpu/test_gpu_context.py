@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from accelerate.device.base import Device
 from tests.support import sim
 from tests.support.ranks import RankServer
-from tests.support.sequences import CUT, RING, Jobs, alone, close, shared_all
+from tests.support.sequences import CUT, RING, Jobs, alone, close, ring_alone, shared_all
 
 JOBS: Jobs = [
     ("llama", CUT, 8, 4, False),
@@ -53,7 +53,8 @@ def around() -> list[dict[str, float]]:
     for dtype, width in ((torch.float32, 64), (torch.bfloat16, 64), (torch.float16, 36)):
         shapes = ((2, 8, 128, width), (2, 4, 128, width), (2, 4, 128, width))
         parts = [torch.randn(s, device=where, dtype=dtype, requires_grad=True) for s in shapes]
-        mine = ring.compute_attention(AttentionCall(*parts, None, 0.0, True, {}))  # type: ignore[call-arg]
+        with ring_alone():
+            mine = ring.compute_attention(AttentionCall(*parts, None, 0.0, True, {}))  # type: ignore[call-arg]
         q, k, v = parts
         keys, values = (part.repeat_interleave(2, 1) for part in (k, v))
         whole = F.scaled_dot_product_attention(q, keys, values, is_causal=True)
