@@ -238,6 +238,9 @@ def test_a_device_with_room_for_one_block_brings_one_at_a_time() -> None:
     with sim.capacity(int(1.5 * weights_of_block(model))), torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(model(x), expected)
+    stats = offload_stats(model)
+    assert stats is not None
+    assert stats.copies == stats.blocks, "what found no room is no copy"
 
 
 def test_full_memory_is_recognized_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -314,12 +314,12 @@ class Pager:
         changes = page.changes
         if page.host is not None and changes != page.home_changes:
             changes = self._bring_home(page)
-        self.stats.copies += 1
-        self.stats.bytes_copied += page.nbytes
         begin = time.perf_counter()
         # Weights are tensors of the usual kind, also when they are brought under inference mode.
         with torch.inference_mode(False), torch.no_grad():
             buffer = torch.empty(page.nbytes, dtype=torch.uint8, device=self.device)
+            self.stats.copies += 1
+            self.stats.bytes_copied += page.nbytes
             if self._copy_stream is None:
                 if page.host is None:
                     read_page(page, buffer)
