@@ -21,6 +21,7 @@ from tests.laws.source import Source, obey, read, sources
 
 LAW = "private names of torch stand in core/torch_internals.py"
 NAMES = {f"{each.subject}: {name}": name for each in INTERNALS for name in each}
+ATTRIBUTES = {"getattr", "hasattr", "setattr", "delattr"}
 # Private names that are not torch's: whose they are.
 OTHERS = {
     "argparse": "_ActionsContainer _ArgumentGroup _StoreFalseAction _action_groups _current_section "
@@ -29,8 +30,9 @@ OTHERS = {
     "_dir _metadata",
     "accelerate 1.x": "_hf_hook _old_forward _original_call _original_forward _use_sagemaker_dp",
     "transformers": "_attn_implementation _no_split_modules _tp_plan _tp_size _from_config",
-    "datasets": "_distributed _fingerprint",
-    "DeepSpeed": "_device _nvme_path _build_compact_grad_partition_buffer "
+    "datasets": "_distributed _fingerprint _epoch _ex_iterable",
+    "torchao": "_linear_mm_config",
+    "DeepSpeed": "_device _nvme_path _epilogue_ran_this_backward _build_compact_grad_partition_buffer "
     "_clear_fp32_optimizer_param_groups _create_optimizer_mapping "
     "_create_param_mapping _finalize_cpu_offload_gradient_accumulation "
     "_finalize_offload_gradient_accumulation _get_expert_parallel_world_size _get_norm_groups "
@@ -56,23 +58,37 @@ def test_torch_has_it(name: TorchName) -> None:
 
 
 def private_imports(source: Source) -> Iterator[tuple[ast.AST, str]]:
-    """Yield everything that a file imports from torch by a private name: ``module`` or ``module.name``."""
+    """Yield everything that a file imports from torch by a private name: ``module`` or ``module.name``.
+
+    A text that is such a name is imported somewhere.
+    """
     for node in source.nodes:
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = re.findall(r"\Atorch(?:\.\w+)+\Z", node.value)
         for name in names:
             if name.startswith("torch.") and any(_is_private(part) for part in name.split(".")):
                 yield node, name
 
 
 def private_attributes(source: Source, own: set[str]) -> Iterator[tuple[ast.AST, str]]:
-    """Yield the private attributes in a file that no file of ours defines."""
+    """Yield private attributes that no file of ours defines; of ``getattr`` and the like, too."""
     for node in source.nodes:
-        if isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in own:
-            yield node, node.attr
+        name = node.attr if isinstance(node, ast.Attribute) else attribute_as_text(node)
+        if _is_private(name) and name not in own:
+            yield node, name
+
+
+def attribute_as_text(node: ast.AST) -> str:
+    """Return ``"_x"`` of ``getattr(value, "_x")`` and the like; empty where there is none."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ATTRIBUTES and len(node.args) > 1:
+        text = node.args[1]
+        return text.value if isinstance(text, ast.Constant) and isinstance(text.value, str) else ""
+    return ""
 
 
 def _is_private(name: str) -> bool:
@@ -114,6 +130,8 @@ def test_every_private_name_is_in_the_table() -> None:
 def test_a_private_name_is_found() -> None:
     assert list(findings(read("import torch\ntorch._C._new_thing()\n"), set()))
     assert list(findings(read("from torch._new import thing\n"), set()))
+    assert list(findings(read("hasattr(module, '_new_thing')\n"), set()))
+    assert list(findings(read("NAME = 'torch._new.thing'\n"), set()))
     assert not list(findings(read("from torch import nn\nmodel._parameters\n"), set()))
 
 

@@ -25,6 +25,7 @@ TESTED = ("2.6", "2.8", "2.10", "2.13", "2.15")  # versions of torch that `make 
 COMMON = (
     *("process groups", "tables of modules", "data loaders", "checkpoint files"),
     *("fused operations on lists of tensors", "loss scaling and schedulers", "hooks of parameters"),
+    "changes of tensors",
 )
 REFUSED = ""  # there is no other way: a torch without the name is refused
 
@@ -198,7 +199,7 @@ INTERNALS = (
         ("strategy/parallelism/pipeline/stage.py",),
         {
             f"{_PIPELINE}.stage": "PipelineStage._inference_mode>=2.12 PipelineStage._prepare_forward_infra "
-            "PipelineStage._prepare_backward_infra",
+            "PipelineStage._prepare_backward_infra PipelineStage._get_grad_send_meta>=2.13",
             f"{_PIPELINE}._utils": "InferenceMode>=2.12",
         },
         "older versions have one way to make them",
@@ -217,6 +218,7 @@ INTERNALS = (
         {
             "torch.distributed.tensor.experimental._context_parallel._attention": "_cp_options>=2.10 "
             "_templated_ring_attention>=2.10 _templated_ring_attention_backward>=2.10",
+            "torch.distributed.tensor.experimental._attention": "_cp_options",
             "torch": "_C._dispatch_has_kernel_for_dispatch_key _C._dispatch_key_for_device "
             "ops.aten._fused_sdp_choice ops.aten._scaled_dot_product_cudnn_attention "
             "ops.aten._scaled_dot_product_efficient_attention "
@@ -260,6 +262,7 @@ INTERNALS = (
         {
             "torch.distributed.checkpoint.filesystem": "_StorageInfo",
             "torch.distributed.checkpoint.metadata": "_MEM_FORMAT_ENCODING",
+            "torch.distributed._shard.sharded_tensor.metadata": "",
             "torch.serialization": "_get_layout",
             "torch": "_C.PyTorchFileReader",
         },
@@ -310,12 +313,16 @@ INTERNALS = (
     ),
     Internals(
         "compilation",
-        ("facade/", "offload/dispatch_hook.py", "precision/autocast.py"),
+        (
+            *("facade/", "offload/dispatch_hook.py", "precision/autocast.py"),
+            *("checkpoint/model_tensors.py", "launch/notebook/fork_server.py"),
+        ),
         {
             "torch": "_dynamo.config.disable _dynamo.config.suppress_errors",
             "torch._dynamo.utils": "counters get_compilation_metrics",
             "torch._dynamo.trace_rules": "add",
-            "torch._dynamo.eval_frame": "OptimizedModule._orig_mod cached_backends",
+            "torch._dynamo.eval_frame": "OptimizedModule._orig_mod cached_backends "
+            "_TorchDynamoContext._torchdynamo_orig_callable",
             "torch._C._dynamo.eval_frame": "get_eval_frame_callback",
             _MODULE: "Module._compiled_call_impl",
         },
@@ -353,6 +360,11 @@ INTERNALS = (
             "strategy/parallelism/tensor/module_sharder.py",
         ),
         {"torch": "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"},
+    ),
+    Internals(
+        "changes of tensors",
+        ("facade/", "precision/float8/torchao.py", "strategy/protocol/replicated_buffers.py"),
+        {"torch": "Tensor._version"},
     ),
     Internals(
         "fused operations on lists of tensors",
