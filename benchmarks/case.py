@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -45,21 +46,25 @@ class Subject:
     def run(self, argv: Iterable[str], *, timeout: float = 300) -> tuple[float, str]:
         """Runs a command from the root of the repository: its wall time in seconds, and what it printed.
 
+        A command that is given up is killed with all that it started, so that no later row runs beside it.
+
         Raises:
             BenchError: the command failed or took longer than ``timeout`` seconds.
         """
-        command = list(argv)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         start = time.perf_counter()
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=timeout
-            )
-        except subprocess.TimeoutExpired:
-            raise BenchError(f"took longer than {timeout:.0f} s") from None
+        with subprocess.Popen(list(argv), cwd=ROOT, env=clean_environment(), **pipes) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except BaseException as error:
+                kill_processes([process.pid])
+                if isinstance(error, subprocess.TimeoutExpired):
+                    raise BenchError(f"took longer than {timeout:.0f} s") from None
+                raise
         seconds = time.perf_counter() - start
-        if done.returncode:
-            raise BenchError(f"exit code {done.returncode}: {complaint(done.stderr)}")
-        return seconds, done.stdout
+        if process.returncode:
+            raise BenchError(f"exit code {process.returncode}: {complaint(err)}")
+        return seconds, out
 
     def run_module(self, module: str, *arguments: str, processes: int = 1) -> str:
         """Runs ``python -m module``, by torchrun where there are several processes: what it printed.
@@ -110,6 +115,19 @@ def complaint(text: str) -> str:
     raised = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b")
     errors = [line for line in lines if raised.match(line) and "ChildFailedError" not in line]
     return (errors or lines or ["no message"])[-1]
+
+
+def kill_processes(pids: Iterable[int]) -> None:
+    """Kill these processes and all that descends from them, in whatever session."""
+    import psutil
+
+    doomed: list[psutil.Process] = []
+    for pid in filter(psutil.pid_exists, pids):
+        with suppress(psutil.NoSuchProcess):
+            doomed += [process := psutil.Process(pid), *process.children(recursive=True)]
+    for process in doomed:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def clean_environment() -> dict[str, str]:

@@ -26,6 +26,7 @@ brackets; *noise* is the same figure for raw against raw. How to read and to rep
 [README.md](README.md).
 """
 ABSENT = "no accelerator"
+SKIPPED = "all tests were skipped"
 PEER = "1.15.0"
 COLUMNS = ("what", "raw", "ours", PEER, "target", "noise", "verdict")
 
@@ -79,7 +80,9 @@ class Row:
 
 def why(text: str) -> str:
     """Why there is no figure, in a word or two."""
-    return ABSENT if ABSENT in text else "has none" if text.startswith(f"{PEER} has no") else "failed"
+    if ABSENT in text:
+        return ABSENT
+    return "skipped" if text == SKIPPED else "has none" if text.startswith(f"{PEER} has no") else "failed"
 
 
 def number(value: float) -> str:

@@ -36,13 +36,16 @@ def _shown(terminal: int, began: float) -> float:
     while time.perf_counter() - began < PATIENCE:
         if not select.select([terminal], [], [], 1)[0]:
             continue
-        text += os.read(terminal, 65536)
+        try:
+            text += os.read(terminal, 65536)
+        except OSError:  # EIO: Linux says so that no program holds the other end
+            break
         if b"\x1b[6n" in text:  # "where is the cursor?": a terminal answers
             os.write(terminal, b"\x1b[1;1R")
             text = text.replace(b"\x1b[6n", b"")
         if b"?" in re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", text):
             return time.perf_counter()
-    raise BenchError(f"no question within {PATIENCE:g} s; on the terminal stood {text[-200:]!r}")
+    raise BenchError(f"no question within {PATIENCE:g} s, or before it ended; it wrote {text[-200:]!r}")
 
 
 def measure(subject: Subject, quick: bool) -> Sample:

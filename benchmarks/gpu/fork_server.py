@@ -17,14 +17,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
-from benchmarks.case import ROOT, BenchError, Subject, clean_environment, complaint
+from benchmarks.case import ROOT, BenchError, Subject, clean_environment, complaint, kill_processes
 
 START = 180.0  # seconds until torch is imported, from a cold disk too
 PRELOADED = ("torch.distributed.fsdp", "torch._dynamo", "safetensors.torch", "accelerate")
@@ -82,7 +81,7 @@ class ForkServer:
                 finished = True
             finally:
                 if not finished:
-                    _kill(pids)
+                    kill_processes(pids)
                     self.close()
             texts = [
                 [Path(folder, f"{stream}.{rank}").read_text(errors="replace") for rank in range(len(pids))]
@@ -122,21 +121,8 @@ class ForkServer:
         if connection is not None:
             connection.close()
         if process is not None:
-            _kill([process.pid])
+            kill_processes([process.pid])
             process.wait()
-
-
-def _kill(pids: Sequence[int]) -> None:
-    """Kill these processes and all that descends from them, in whatever session."""
-    import psutil
-
-    doomed: list[psutil.Process] = []
-    for pid in filter(psutil.pid_exists, pids):
-        with suppress(psutil.NoSuchProcess):
-            doomed += [process := psutil.Process(pid), *process.children(recursive=True)]
-    for process in doomed:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
 
 
 @dataclass(frozen=True)
@@ -252,7 +238,7 @@ def _wait(pids: list[int]) -> list[int]:
                 codes[pid] = os.waitstatus_to_exitcode(status)
                 end = min(end, time.monotonic() + GRACE) if codes[pid] else end
         if time.monotonic() > end:
-            _kill([pid for pid in pids if pid not in codes])
+            kill_processes([pid for pid in pids if pid not in codes])
         time.sleep(0.01)
     return [codes[pid] for pid in pids]
 

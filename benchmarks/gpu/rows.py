@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 from benchmarks.case import ROOT, BenchError, Case, Kind, Sample, Subject, worker
 from benchmarks.cases import offload_gpu
 from benchmarks.gpu.fork_server import ForkedSubject
+from benchmarks.report import SKIPPED
 
 TESTS = ROOT / "tests" / "gpu"
 # In this order before all others, which follow by name.
@@ -62,7 +63,7 @@ def read_report(report: Path) -> Sample:
     """Seconds and counts of a JUnit report.
 
     Raises:
-        BenchError: a test of it failed; the text names all that did.
+        BenchError: a test of it failed, and the text names all that did; or all were skipped.
     """
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     bad = [
@@ -73,8 +74,8 @@ def read_report(report: Path) -> Sample:
     total, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
     if bad:
         raise BenchError(f"{len(bad)} of {total} tests failed: {'; '.join(bad)}")
-    if not total:
-        raise BenchError("no test was run")
+    if total == skipped:
+        raise BenchError(SKIPPED if total else "no test was run")
     seconds = float(suite.get("time", 0))
     facts = {"passed": str(total - skipped), "skipped": str(skipped)}
     return Sample(0.0, seconds, seconds, 0.0, facts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 
-from benchmarks.case import ROOT, BenchError, Sample, Subject, clean_environment, complaint
+from benchmarks.case import ROOT, BenchError, Sample, Subject, clean_environment, complaint, kill_processes
 from benchmarks.scaling import ranks
 
 MACHINES = 4
@@ -39,8 +39,11 @@ def measure(latency: float, name: str, size: int, subject: Subject, quick: bool)
             jobs.append(subprocess.Popen(command, cwd=ROOT, env=clean_environment(), **pipes))
         try:
             ends = [job.communicate(timeout=240) for job in jobs]
-        except subprocess.TimeoutExpired:
-            raise BenchError("took longer than 240 s") from None
+        except BaseException as error:
+            kill_processes(job.pid for job in jobs)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise BenchError("took longer than 240 s") from None
+            raise
     for job, (_, errors) in zip(jobs, ends, strict=True):
         if job.returncode:
             raise BenchError(f"exit code {job.returncode}: {complaint(errors)}")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from benchmarks import __main__ as harness
 from benchmarks import report
 from benchmarks.case import BenchError, Case, Sample, Subject
+from benchmarks.cases import wizard
 from benchmarks.journal import Journal
 from rich.console import Console
+
+from tests.null.test_gpu_run import has_ended
 
 SUBJECTS = [Subject("ours", Path("python")), Subject("peer", Path("peer/python"))]
 
@@ -102,3 +107,19 @@ def test_every_case_is_found_once_and_reads_well_in_a_table() -> None:
         row = report.Row(found, "no figure here", "").cells()
         assert len(row) == len(report.COLUMNS)
         assert row[-1] == "failed"
+
+
+def test_a_command_over_its_limit_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    child = "import subprocess, pathlib, time; p = subprocess.Popen(['sleep', '9'], start_new_session=True); "
+    write = f"pathlib.Path({str(started)!r}).write_text(str(p.pid)); time.sleep(60)"
+    with pytest.raises(BenchError, match="took longer than 2 s"):
+        Subject("ours", Path(sys.executable)).run([sys.executable, "-c", child + write], timeout=2)
+    assert has_ended(int(started.read_text()))
+
+
+def test_a_wizard_that_ends_without_a_question_fails_its_row_alone() -> None:
+    begin = time.monotonic()
+    with pytest.raises(BenchError, match="it wrote b'no module"):
+        wizard.first_question([sys.executable, "-c", "print('no module'); 1 / 0"])
+    assert time.monotonic() - begin < wizard.PATIENCE

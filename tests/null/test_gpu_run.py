@@ -81,12 +81,12 @@ def test_a_row_over_its_limit_is_killed_with_what_it_started(subject: ForkedSubj
     write = f"pathlib.Path({str(started)!r}).write_text(str(p.pid)); time.sleep(60)"
     with pytest.raises(BenchError, match="took longer than 1 s"):
         run_python(subject, child + write)
-    assert _has_ended(int(started.read_text()))
+    assert has_ended(int(started.read_text()))
     subject.server.deadline = time.monotonic() + 30
     assert run_python(subject, "print(7)").startswith("7")
 
 
-def _has_ended(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     """Return whether a process that was killed is gone; on a busy machine that takes a moment."""
     until = time.monotonic() + 5
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -269,9 +269,15 @@ def test_a_report_of_tests_names_what_failed(tmp_path: Path) -> None:
         rows.read_report(report)
     report.write_text(f"<testsuites>{suite.format('')}</testsuites>")
     assert rows.read_report(report).facts == {"passed": "2", "skipped": "1"}
-    report.write_text('<testsuites><testsuite tests="0" skipped="0" time="0"/></testsuites>')
-    with pytest.raises(BenchError, match="no test was run"):
-        rows.read_report(report)
+    for count, text in ((0, "no test was run"), (2, "all tests were skipped")):
+        report.write_text(f'<testsuites><testsuite tests="{count}" skipped="{count}" time="0"/></testsuites>')
+        with pytest.raises(BenchError, match=text):
+            rows.read_report(report)
+
+
+def test_a_row_whose_tests_were_all_skipped_says_so(tmp_path: Path) -> None:
+    results = measure(tmp_path, [case("one card", Measured(BenchError("all tests were skipped")))])
+    assert results.table()[0].cells()[-1] == "skipped"
 
 
 def test_a_machine_without_an_accelerator_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

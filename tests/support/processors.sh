@@ -7,6 +7,14 @@
 COMPUTES="tests/laws/test_7_parity.py tests/laws/test_7_same_loss.py tests/clients tests/cpu tests/sim tests/null"
 failed=""
 
+case "$ONLY" in
+    "" | sse | avx2 | threads | load) ;;
+    *)
+        echo "ONLY=$ONLY, but it is sse, avx2, threads or load"
+        exit 2
+        ;;
+esac
+
 run() {  # name, then variables
     name=$1
     shift
