@@ -375,14 +375,16 @@ def run(code: str) -> str:
 
 
 def test_import_is_cheap_and_free_of_torch():
+    """In half the time of two modules of Python, here; twice as long is allowed."""
     code = (
-        "import time, sys; t = time.process_time(); import accelerate; "
-        "print(time.process_time() - t, 'torch' in sys.modules, accelerate.__version__)"
+        "import time, sys; a = time.process_time(); import accelerate; b = time.process_time(); "
+        "torch = 'torch' in sys.modules; import email.message, http.client; "
+        "print((b - a) / (time.process_time() - b), torch, accelerate.__version__)"
     )
-    seconds, torch, version = min(run(code).split() for _ in range(3))
-    assert torch == "False"
-    assert version == accelerate.__version__ == "2.0.0"
-    assert float(seconds) < 0.05
+    runs = [run(code).split() for _ in range(3)]
+    assert runs[0][1:] == ["False", accelerate.__version__]
+    assert accelerate.__version__ == "2.0.0"
+    assert min(float(ratio) for ratio, *_ in runs) < 2
 
 
 def test_submodules_are_reachable_without_importing_them():
