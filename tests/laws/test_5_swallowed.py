@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.laws.source import Function, Source, functions, obey, read, sources
 
 LAW = "law 5, nothing is swallowed"
 ANYTHING = {"Exception", "BaseException"}
+NAMING = (ast.Tuple, ast.BinOp, ast.Name, ast.Attribute)
 # torch, the C library and this package raise these for very different reasons: to pass over one in silence
 # passes over all of them.
 BROAD = ANYTHING | {"RuntimeError", "OSError", "IOError", "EnvironmentError", "AccelerateError", "Error"}
@@ -33,12 +35,43 @@ KEPT = {
 }
 
 
-def kinds(node: ast.expr | None) -> set[str]:
-    """Last names of the exceptions, of ``(builtins.IOError, KeyError)`` IOError and KeyError; none is all."""
+def kinds(node: ast.expr | None, named: dict[str, list[ast.expr]] | None = None) -> set[str]:
+    """Last names of the exceptions, of ``(builtins.IOError, KeyError)`` IOError and KeyError; none is all.
+
+    ``named`` are the values of names: ``except KINDS`` and ``suppress(*KINDS)`` have those of the tuple.
+    """
     if node is None:
         return {"BaseException"}
-    parts = node.elts if isinstance(node, ast.Tuple) else [node]
-    return {ast.unparse(part).rpartition(".")[2] for part in parts}
+    if isinstance(node, ast.Tuple):
+        return {name for part in node.elts for name in kinds(part, named)}
+    if isinstance(node, ast.Starred):
+        return kinds(node.value, named)
+    if isinstance(node, ast.BinOp):
+        return kinds(node.left, named) | kinds(node.right, named)
+    last = ast.unparse(node).rpartition(".")[2]
+    others = {name: values for name, values in (named or {}).items() if name != last}
+    return {last} | {name for value in (named or {}).get(last, ()) for name in kinds(value, others)}
+
+
+def named_kinds(source: Source) -> dict[str, list[ast.expr]]:
+    """The tuples and other names that names of a module or a class stand for."""
+    named: dict[str, list[ast.expr]] = {}
+    bodies = [source.tree.body, *(node.body for node in source.nodes if isinstance(node, ast.ClassDef))]
+    for line in (line for body in bodies for line in body):
+        if isinstance(line, ast.Assign | ast.AnnAssign) and isinstance(line.value, NAMING):
+            for target in line.targets if isinstance(line, ast.Assign) else [line.target]:
+                named.setdefault(ast.unparse(target), []).append(line.value)
+    return named
+
+
+@cache
+def all_named_kinds() -> dict[str, list[ast.expr]]:
+    """Those of the whole package, which a file may import."""
+    named: dict[str, list[ast.expr]] = {}
+    for source in sources():
+        for name, values in named_kinds(source).items():
+            named.setdefault(name, []).extend(values)
+    return named
 
 
 def is_nothing(body: list[ast.stmt]) -> bool:
@@ -50,7 +83,7 @@ def is_nothing(body: list[ast.stmt]) -> bool:
 def always_raises(body: list[ast.stmt]) -> bool:
     """Whether no path through the statements ends without raising."""
     last = body[-1]
-    if any(isinstance(node, ast.Return) for line in body for node in within(line)):
+    if any(jumps(body)):
         return False
     if isinstance(last, ast.If):
         return bool(last.orelse) and always_raises(last.body) and always_raises(last.orelse)
@@ -96,11 +129,12 @@ def within_function(function: Function) -> Iterator[ast.AST]:
 def findings(source: Source) -> Iterator[str]:
     """Places where an error may get lost."""
     handed_on = kept(source)
+    named = {**all_named_kinds(), **named_kinds(source)}
     for node in source.nodes:
         if node in handed_on:
             continue
         if isinstance(node, ast.ExceptHandler):
-            caught = kinds(node.type) & BROAD
+            caught = kinds(node.type, named) & BROAD
             shown = f"except {' '.join(sorted(caught))}"
             if caught & ANYTHING and not always_raises(node.body):
                 yield source.at(node, f"{shown} does not end by raising")
@@ -110,7 +144,7 @@ def findings(source: Source) -> Iterator[str]:
             for jump in jumps(finalbody):
                 yield source.at(jump, f"{type(jump).__name__.lower()} in finally drops the error")
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "suppress":
-            caught = {name for argument in node.args for name in kinds(argument)} & BROAD
+            caught = {name for argument in node.args for name in kinds(argument, named)} & BROAD
             if caught:
                 yield source.at(node, f"suppress({', '.join(sorted(caught))})")
     for function in functions(source):
@@ -136,7 +170,12 @@ BREAKS = [
     TRY + "except (KeyError, BaseException):\n    if a:\n        raise",
     TRY + "except BaseException:\n    if a:\n        return 1\n    raise",
     TRY + "except Exception:\n    def g():\n        raise ValueError",
+    "for x in y:\n    try:\n        f()\n    except Exception:\n        if x: continue\n        raise",
     TRY + "except RuntimeError:\n    pass",
+    "KINDS = (Exception,)\n" + TRY + "except KINDS:\n    log()",
+    "class A:\n    KINDS = (KeyError, *OTHERS)\nOTHERS = (OSError,)\n" + TRY + "except A.KINDS:\n    pass",
+    "KINDS = (KeyError,) + (RuntimeError,)\nwith suppress(*KINDS):\n    f()",
+    "Wide = RuntimeError\nwith suppress(Wide):\n    f()",
     TRY + "except (KeyError, OSError):\n    ...",
     "for x in y:\n    try:\n        f()\n    except OSError:\n        continue",
     "def g():\n    try:\n        f()\n    finally:\n        return 1",
@@ -156,7 +195,9 @@ KEEPS = [
     TRY + "except BaseException:\n    clean()\n    raise",
     TRY + "except Exception as error:\n    raise ValueError('x') from error",
     TRY + "except Exception:\n    if a:\n        raise\n    else:\n        raise KeyError from None",
+    TRY + "except Exception:\n    for x in y:\n        if x:\n            break\n    raise",
     TRY + "except OSError as error:\n    log(error)",
+    "KINDS = (KeyError, ValueError)\nwith suppress(*KINDS):\n    f()",
     TRY + "except FileNotFoundError:\n    pass",
     TRY + "finally:\n    for x in y:\n        if x:\n            break",
     "with suppress(FileNotFoundError, ProcessLookupError):\n    f()",

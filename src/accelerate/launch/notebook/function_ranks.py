@@ -17,7 +17,6 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -116,8 +115,11 @@ class ExceptionHook:
         """Write both; what of an exception cannot be pickled is told by its text alone."""
         trace = trim_traceback(error, _trim_traceback(trace))
         if os.getpid() == self.error_file.rank:
-            with suppress(*payload.UNPICKLABLE):
+            try:
                 pickled = payload.dump_by_value(error.with_traceback(None))
+            except payload.UNPICKLABLE:
+                pickled = b""
+            if pickled:
                 rank_file(self.folder, self.rank, "exception").write_bytes(pickled)
         self._write_traceback(kind, error, trace)
         if self.previous_hook is not sys.__excepthook__:
