@@ -100,6 +100,27 @@ def contract() -> dict[str, Any]:
     return json.loads((Path(__file__).parent / "contract.json").read_text())
 
 
+def imported(source: Source) -> Iterator[tuple[int, str]]:
+    """Yield (line, dotted name) of every import, also by ``importlib`` with a name that is written out.
+
+    A name may be a module or an object in one.
+    """
+    package = source.module.split(".") if source.inside[-1] == "__init__" else source.module.split(".")[:-1]
+    for node in source.nodes:
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = [*above, *filter(None, [node.module])]
+            names = [".".join([*base, alias.name]) for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            texts = [name.value for name in node.args[:1] if isinstance(name, ast.Constant)]
+            names = [text for text in texts if isinstance(text, str)]
+        line = getattr(node, "lineno", 0)
+        yield from ((line, name) for name in names)
+
+
 def functions(source: Source) -> Iterator[Function]:
     """Every function of a file, nested ones too."""
     return (node for node in source.nodes if isinstance(node, Function))

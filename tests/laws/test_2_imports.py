@@ -7,12 +7,11 @@ no import of the file that holds the table.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable, Iterator
 
 import pytest
 
-from tests.laws.source import Source, obey, read, sources
+from tests.laws.source import Source, imported, obey, read, sources
 
 LAW = "law 2, imports go down"
 # Lowest first.
@@ -35,21 +34,7 @@ def floor_of(room: str) -> int:
 
 def imports(source: Source) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of everything imported from this package; a name may be a module or an object."""
-    package = source.module.split(".") if source.inside[-1] == "__init__" else source.module.split(".")[:-1]
-    for node in source.nodes:
-        found: list[str] = []
-        if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
-            found = [f"{base}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            texts = [name.value for name in node.args[:1] if isinstance(name, ast.Constant)]
-            found = [text for text in texts if isinstance(text, str)]
-        line = getattr(node, "lineno", 0)
-        yield from ((line, name) for name in found if f"{name}.".startswith("accelerate."))
+    return ((line, name) for line, name in imported(source) if f"{name}.".startswith("accelerate."))
 
 
 def room_of(name: str) -> str:
