@@ -40,7 +40,7 @@ def measure(latency: float, name: str, size: int, subject: Subject, quick: bool)
         try:
             ends = [job.communicate(timeout=240) for job in jobs]
         except BaseException as error:
-            kill_processes(job.pid for job in jobs)
+            kill_processes(job.pid for job in jobs if job.poll() is None)
             if isinstance(error, subprocess.TimeoutExpired):
                 raise BenchError("took longer than 240 s") from None
             raise
