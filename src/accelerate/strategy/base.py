@@ -484,6 +484,17 @@ def tied_names(module: nn.Module) -> dict[str, str]:
     return {name: names[id(p)] for name, p in every if names[id(p)] != name}
 
 
+def number_groups(groups: Iterable[Mapping[str, Any]], sizes: Iterable[int]) -> list[dict[str, Any]]:
+    """Return an optimizer's groups with numbers for their parameters, which count on from group to group."""
+    numbered: list[dict[str, Any]] = []
+    start = 0
+    for group, size in zip(groups, sizes, strict=True):
+        options = {key: value for key, value in group.items() if key != "params"}
+        numbered.append({**options, "params": list(range(start, start + size))})
+        start += size
+    return numbered
+
+
 class EngineCheckpoint(Protocol):
     """A checkpoint in an engine's own format (DeepSpeed), read as full state dicts.
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError, PrepareError, list_first
+from accelerate.strategy.base import number_groups
 from accelerate.strategy.deepspeed.engine_handle import EngineHandle
 
 T = TypeVar("T")
@@ -389,14 +390,8 @@ def optimizer_view(handle: EngineHandle) -> Any:
 def _param_groups(handle: EngineHandle) -> list[dict[str, Any]]:
     """Return the groups with the user's parameter numbers, and the empty groups that DeepSpeed leaves out."""
     options = iter(handle.optimizer.param_groups)
-    groups: list[dict[str, Any]] = []
-    number = 0
-    for members in handle.groups:
-        chosen = next(options, {}) if members else {}
-        numbers = list(range(number, number + len(members)))
-        number += len(members)
-        groups.append({**{k: v for k, v in chosen.items() if k != "params"}, "params": numbers})
-    return groups
+    groups = [next(options, {}) if members else {} for members in handle.groups]
+    return number_groups(groups, map(len, handle.groups))
 
 
 @torch.no_grad()

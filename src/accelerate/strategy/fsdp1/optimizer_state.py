@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accelerate.core.errors import PrepareError
+from accelerate.strategy.base import number_groups
 from accelerate.strategy.fsdp1.flat_parameter_layout import FlatParam, FlatSlot
 from accelerate.strategy.fsdp1.model_state_dict import TakeValue, as_distributed
 from accelerate.strategy.sharding.full_state import distribute, gather_whole, saved_numbers
@@ -75,12 +76,7 @@ class FSDP1Optimizer:
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups with the numbers of the user's parameters."""
-        groups, count = [], 0
-        for group, entries in zip(self.optimizer.param_groups, self.groups, strict=True):
-            numbers = list(range(count, count + len(entries)))
-            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
-            count += len(entries)
-        return groups
+        return number_groups(self.optimizer.param_groups, map(len, self.groups))
 
     def stand_ins(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups with the stand-ins of the user's parameters."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from accelerate.strategy.base import number_groups
 from accelerate.strategy.parallelism.pipeline.model_split import FullModelStateNames
 from accelerate.strategy.sharding.full_state import saved_numbers
 from accelerate.world.collective import gather_to_first
@@ -128,15 +129,10 @@ def select_optimizer_state(
         PrepareError: it is of another number of parameters.
     """
     numbers = dict(zip(layout.names, saved_numbers(state, len(layout.names)), strict=True))
-    states: dict[int, Any] = {}
-    groups: list[dict[str, Any]] = []
-    count = 0
-    for group, names in zip(state["param_groups"], layout.local_groups(here), strict=True):
-        groups.append({**group, "params": list(range(count, count + len(names)))})
-        for name in names:
-            if numbers[name] in state["state"]:
-                states[count] = state["state"][numbers[name]]
-            count += 1
+    local_groups = layout.local_groups(here)
+    saved = [numbers[name] for names in local_groups for name in names]
+    states = {index: state["state"][number] for index, number in enumerate(saved) if number in state["state"]}
+    groups = number_groups(state["param_groups"], map(len, local_groups))
     return {**state, "state": states, "param_groups": groups}
 
 
