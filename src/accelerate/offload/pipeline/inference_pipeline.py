@@ -19,11 +19,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from accelerate.core import tree
 from accelerate.core.errors import AccelerateError, PeerError, PrepareError, SettingError
-from accelerate.core.packages import is_torch_version
 from accelerate.offload.pipeline.inference_stages import (
     InferenceStage,
     TracedForward,
@@ -37,7 +35,7 @@ from accelerate.world.world import World
 
 T = TypeVar("T")
 
-_MAX_SCHEDULES = 16  # that are kept: each has buffers for what it receives
+_MAX_SCHEDULES = 16  # that are kept: each has a stage, traced for its shapes
 # Set on an error that some ranks raise when all chunks went through; other errors before are raised by all.
 AFTER_BATCH = "_after_batch"
 _FLAG = torch.empty(1, dtype=torch.uint8, device="meta")
@@ -118,28 +116,20 @@ def no_result_error() -> PeerError:
     )
 
 
-class _StageForwardModule(nn.Module):
-    """The module that torch's schedule calls for each chunk: the stage, with tensors common to all."""
+class _StageForward:
+    """The forward of a stage for the chunks of one batch, and what it leaves for the end of the batch."""
 
-    def __init__(self, stage: InferenceStage, batched: Sequence[bool], world: World) -> None:
-        super().__init__()
-        self.stage, self.batched, self.world = stage.module, batched, world
-        self.outputs = stage.outputs
+    def __init__(self, stage: InferenceStage, world: World) -> None:
+        self.stage, self.outputs, self.world = stage.module, stage.outputs, world
         self.error: Exception | None = None
         self.failed: list[torch.Tensor] = []
-        self.shared: list[torch.Tensor] = []
         self.results: list[tuple[torch.Tensor, ...]] = []
         self.clock: list[tuple[float, float]] | None = None
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run one chunk."""
+        """Run one chunk; return what is to be sent. The last tensor says whether a stage has failed."""
         begin = self._read_clock()
-        if self.world.rank == 0:
-            chunk_tensors, shared = iter(tensors), iter(self.shared)
-            tensors = tuple(next(chunk_tensors if batched else shared) for batched in self.batched)
-            failed = torch.zeros_like(_FLAG, device=self.world.device)
-        else:
-            tensors, failed = tensors[:-1], tensors[-1]
+        tensors, failed = tensors[:-1], tensors[-1]
         outputs = ()
         if self.error is None:
             try:
@@ -155,8 +145,7 @@ class _StageForwardModule(nn.Module):
             return *unset, torch.ones_like(failed)
         self.results.append(outputs)
         self.failed.append(failed)
-        # The schedule joins these; ours are joined in their form.
-        return (torch.zeros(1, device=self.world.device),)
+        return ()
 
     def raise_error(self) -> None:
         """Raise what failed in this stage."""
@@ -171,7 +160,7 @@ class _StageForwardModule(nn.Module):
 
     def clear(self) -> None:
         """Drop what a batch has left."""
-        self.results, self.shared, self.failed, self.error = [], [], [], None
+        self.results, self.failed, self.error = [], [], None
 
     def _read_clock(self) -> float:
         if self.clock is not None and self.world.device.type != "cpu":
@@ -179,40 +168,8 @@ class _StageForwardModule(nn.Module):
         return time.perf_counter()
 
 
-class CompleteTransfersStage(PipelineStage):
-    """torch's stage, which waits itself for every tensor that it sends and receives.
-
-    Schedules of torch 2.6 keep the last of several transfers to a neighbour, and drop the others under way.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._sends: list[dist.Work] = []
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receive the inputs of a chunk; nothing is left for the schedule."""
-        for work in split.start_transfers(super().get_fwd_recv_ops(fwd_chunk_id)):
-            work.wait()
-        return []
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Begin to send the outputs of a chunk; nothing is left for the schedule."""
-        self._sends += split.start_transfers(super().get_fwd_send_ops(fwd_chunk_id))
-        return []
-
-    def wait_for_sends(self) -> None:
-        """Wait until the outputs of all chunks are sent."""
-        for work in self._sends:
-            work.wait()
-
-    def clear_runtime_states(self) -> None:
-        """Release what the chunks have left; after an error nobody may receive what is under way."""
-        self._sends.clear()
-        super().clear_runtime_states()
-
-
 class InferenceSchedule:
-    """This rank's stage for chunks of one shape, and the GPipe schedule that runs it.
+    """This rank's stage for chunks of one shape, run in the order of GPipe: one chunk after the other.
 
     Args:
         stage: with its weights, on the world's device.
@@ -231,19 +188,8 @@ class InferenceSchedule:
         world: World,
     ) -> None:
         self.result, self.shapes, self.rows, self.chunks = result, shapes, rows, chunks
-        self.world = world
-        self.worker = _StageForwardModule(stage, shapes.batched, world)
-        inputs, outputs = stage.inputs, stage.outputs
-        if world.rank == 0:
-            inputs = tuple(t for t, batched in zip(inputs, shapes.batched, strict=True) if batched)
-        else:
-            inputs = (*inputs, _FLAG)
-        outputs = (torch.empty(1, device="meta"),) if world.is_last else (*outputs, _FLAG)
-        stage_type = CompleteTransfersStage if is_torch_version("<", "2.8") else PipelineStage
-        self.stage = stage_type(
-            self.worker, world.rank, world.size, world.device, input_args=inputs, output_args=outputs
-        )
-        self.schedule = ScheduleGPipe(self.stage, n_microbatches=chunks)
+        self.inputs, self.world = stage.inputs, world
+        self.worker = _StageForward(stage, world)
 
     def run(self, tensors: Sequence[torch.Tensor], size: int, *, clock: bool = False) -> Any:
         """Run a batch; return the result on the last rank, None on the others.
@@ -257,16 +203,13 @@ class InferenceSchedule:
         whole: list[torch.Tensor] = []
         if self.world.rank == 0:
             placed = [tensor.to(self.world.device) for tensor in tensors]
-            pairs = list(zip(placed, self.shapes.batched, strict=True))
             whole = [
-                split.padded_rows(tensor, 0, self.rows * self.chunks) for tensor, batched in pairs if batched
+                split.padded_rows(tensor, 0, self.rows * self.chunks) if batched else tensor
+                for tensor, batched in zip(placed, self.shapes.batched, strict=True)
             ]
-            self.worker.shared = [tensor for tensor, batched in pairs if not batched]
         try:
             with torch.no_grad():
-                self.schedule.step(*whole)
-                if isinstance(self.stage, CompleteTransfersStage):
-                    self.stage.wait_for_sends()
+                self._run_chunks(whole)
             try:
                 return self._take_result(size)
             except Exception as error:
@@ -274,8 +217,28 @@ class InferenceSchedule:
                 raise
         finally:
             # Nothing of a batch stays when its call ends.
-            self.stage.clear_runtime_states()
             self.worker.clear()
+
+    def _run_chunks(self, whole: Sequence[torch.Tensor]) -> None:
+        """Receive the inputs of each chunk, run it, and send its outputs while the next one runs."""
+        rank, device = self.world.rank, self.world.device
+        sent: list[torch.Tensor] = []  # their memory is read until all sends are over
+        sends: list[dist.Work] = []
+        for chunk in range(self.chunks):
+            if rank == 0:
+                rows = slice(chunk * self.rows, (chunk + 1) * self.rows)
+                pairs = zip(whole, self.shapes.batched, strict=True)
+                inputs = [tensor[rows] if batched else tensor for tensor, batched in pairs]
+                inputs.append(torch.zeros_like(_FLAG, device=device))
+            else:
+                inputs = [torch.empty_like(meta, device=device) for meta in (*self.inputs, _FLAG)]
+                for work in split.start_transfers(dist.P2POp(dist.irecv, each, rank - 1) for each in inputs):
+                    work.wait()
+            outputs = self.worker.forward(*inputs)
+            sent += outputs
+            sends += split.start_transfers(dist.P2POp(dist.isend, each, rank + 1) for each in outputs)
+        for work in sends:
+            work.wait()
 
     def _take_result(self, size: int) -> Any:
         self.worker.raise_error()

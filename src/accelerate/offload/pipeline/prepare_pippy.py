@@ -1,7 +1,7 @@
 """Pipeline-parallel inference: ``prepare_pippy`` splits a model into stages, one for each process.
 
 ``accelerate.stages`` chooses the split points, inference_stages.py builds the stages, and
-inference_pipeline.py runs torch's GPipe schedule. Each process keeps the weights of its own stage.
+inference_pipeline.py sends a batch through them in chunks. Each process keeps the weights of its own stage.
 """
 
 from __future__ import annotations
