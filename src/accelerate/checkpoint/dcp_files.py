@@ -19,7 +19,7 @@ import math
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -46,6 +46,7 @@ from accelerate.checkpoint.model_tensors import LazyTensor
 from accelerate.checkpoint.shard_plans import local_chunks
 from accelerate.core.errors import CheckpointError
 from accelerate.core.pickle_scan import paused_gc, scan_pickle
+from accelerate.core.tree import LazyMapping
 
 # (entry of the index, offset, bytes) of each tensor or object in a file
 WrittenItems = list[tuple[MetadataIndex, int, int]]
@@ -502,20 +503,9 @@ def lazy_tensors(folder: str | os.PathLike[str]) -> Mapping[str, LazyTensor]:
     return tensors
 
 
-class ParamStateOnDisk(Mapping[str, Any]):
-    """The state of one parameter in the shards of an optimizer, read at each access."""
-
-    def __init__(self, shards: ShardFolderReader, group: Iterable[str]) -> None:
-        self._shards = shards
-        self._entries: dict[str, list[str]] = {}
-        for name in group:
-            self._entries.setdefault(shards.paths[name][3], []).append(name)
-
-    def __getitem__(self, key: str) -> Any:
-        return read_nested(self._shards, self._entries[key], 4)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
+def lazy_param_state(shards: ShardFolderReader, group: Iterable[str]) -> Mapping[str, Any]:
+    """Return the state of one parameter in the shards of an optimizer; values are read at each access."""
+    entries: dict[str, list[str]] = {}
+    for name in group:
+        entries.setdefault(shards.paths[name][3], []).append(name)
+    return LazyMapping({key: partial(read_nested, shards, names, 4) for key, names in entries.items()})

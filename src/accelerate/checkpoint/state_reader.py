@@ -505,8 +505,8 @@ def _read_full_state(
         CheckpointError: shards are missing.
     """
     from accelerate.checkpoint.dcp_files import (
-        ParamStateOnDisk,
         ShardFolderReader,
+        lazy_param_state,
         optimizer_entries,
         read_nested,
     )
@@ -524,5 +524,5 @@ def _read_full_state(
         return outline, lambda: {name: read_nested(shards, group, 2) for name, group in entries.items()}
     states, other = optimizer_entries(shards)
     outline = {**{key: read_nested(shards, group, 2) for key, group in other.items()}, "state": {}}
-    by_name = {name: ParamStateOnDisk(shards, group) for name, group in states.items()}
+    by_name = {name: lazy_param_state(shards, group) for name, group in states.items()}
     return outline, lambda: {**outline, "state": by_name}

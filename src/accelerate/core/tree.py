@@ -8,10 +8,31 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
-from typing import Any, TypeGuard, cast
+from typing import Any, Generic, TypeGuard, TypeVar, cast
 
 Leaf = Callable[[Any], Any]
 _STORAGE = (MutableMapping, list)
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class LazyMapping(Mapping[K, V], Generic[K, V]):
+    """A mapping whose values are read at each access."""
+
+    def __init__(self, readers: Mapping[K, Callable[[], V]]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, key: K) -> V:
+        return self._readers[key]()
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._readers
 
 
 def is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:

@@ -17,38 +17,18 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
 from accelerate.core.errors import CheckpointError
 from accelerate.core.pickle_scan import DAMAGE_ERRORS, refuse_special_file, scan_torch_file
+from accelerate.core.tree import LazyMapping
 
 # Beside DeepSpeed's files: stage, world size, the optimizer's class and groups, and tied parameters.
 MARK_FILE = "accelerate_engine.json"
-K = TypeVar("K")
-V = TypeVar("V")
 # The processes whose vectors hold a parameter, with where its piece begins and ends: (process, begin, end).
 Spans = list[tuple[int, int, int]]
-
-
-class LazyZeroCheckpointMapping(Mapping[K, V], Generic[K, V]):
-    """A mapping whose values are read at each access."""
-
-    def __init__(self, readers: Mapping[K, Callable[[], V]]) -> None:
-        self._readers = readers
-
-    def __getitem__(self, key: K) -> V:
-        return self._readers[key]()
-
-    def __iter__(self) -> Iterator[K]:
-        return iter(self._readers)
-
-    def __len__(self) -> int:
-        return len(self._readers)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._readers
 
 
 class DeepSpeedUnpickleStub:
@@ -174,7 +154,7 @@ class ZeroCheckpoint:
         Not kept, since it refers to this object: the files stay mapped as long as anything does.
         """
         readers = {name: partial(self._read_weight, self.tied_names.get(name, name)) for name in self.shapes}
-        return LazyZeroCheckpointMapping(readers)
+        return LazyMapping(readers)
 
     @property
     def untrained_weights(self) -> dict[str, torch.Tensor]:
@@ -339,7 +319,7 @@ class ZeroCheckpoint:
             saved_options = {key: value for key, value in chosen.items() if key != "params"}
             groups.append({**group_options, **saved_options, "params": list(range(first, number))})
         self._check_param_names({name for group in names for aliases in group for name in aliases})
-        return {"state": LazyZeroCheckpointMapping(readers), "param_groups": groups}
+        return {"state": LazyMapping(readers), "param_groups": groups}
 
     def _check_param_names(self, names: Collection[str]) -> None:
         unknown = [name for name in self._spans if name not in names]
