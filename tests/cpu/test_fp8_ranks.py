@@ -164,28 +164,46 @@ def test_it_trains_compiled(ranks: RankServer, way: str, recipe: str, regional: 
         assert compiled == pytest.approx(plainly, abs=1e-5)
 
 
-def train_by_te(way: str) -> list[float]:
+def train_by_te(way: str, folder: str = "") -> tuple[list[float], list[float], set[int]]:
+    """Train and save in the middle; (losses, those of new objects from there on, lengths of histories)."""
     from accelerate.state import AcceleratorState
     from accelerate.utils import TERecipeKwargs
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        transformer_engine.install(monkeypatch)
+        library = transformer_engine.install(monkeypatch)
         AcceleratorState._reset_state(True)
         accelerator = accelerator_of(way, mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs()])
         rows = ROWS // accelerator.strategy.data_shard.count
-        model, batches = decoder(0, BLOCKS), loader(rows, steps=STEPS)
-        losses, _ = loop(accelerator, *accelerator.prepare(model, adamw(model), batches))
-        return losses
+
+        def prepared(seed: int) -> Any:
+            model = decoder(seed, BLOCKS)
+            return accelerator.prepare(model, adamw(model), loader(rows, steps=STEPS))
+
+        def save(number: int) -> None:
+            if number == MIDDLE:
+                accelerator.save_state(folder)
+
+        losses, _ = loop(accelerator, *prepared(0), save)
+        accelerator.free_memory()
+        model, optimizer, batches = prepared(5)
+        accelerator.load_state(folder)
+        kept = {len(m.history) for m in model.modules() if isinstance(m, library.Linear)}
+        rest, _ = loop(accelerator, model, optimizer, accelerator.skip_first_batches(batches, MIDDLE))
+        return losses, rest, kept
 
 
 @pytest.mark.parametrize("way", ["copies", "shards", "shards, version 1", "stages"])
-def test_transformer_engine_trains_as_bf16_does(ranks: RankServer, way: str) -> None:
-    """With a fake of the library."""
-    losses, others = ranks(2, train_by_te, way)
+def test_transformer_engine_trains_as_bf16_does_and_goes_on(
+    ranks: RankServer, tmp_path: Path, way: str
+) -> None:
+    """With a fake of the library, whose layers have a state that grows with the forwards."""
+    (losses, rest, kept), others = ranks(2, train_by_te, way, str(tmp_path / "middle"))
     theirs = plain(1, half=True, steps=STEPS, blocks=BLOCKS)[0]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(theirs), rtol=3e-2, atol=3e-2)
     assert losses != theirs
-    assert others == losses
+    assert others[:2] == (losses, rest)
+    assert rest == pytest.approx(losses[MIDDLE:], abs=1e-5)
+    assert 0 not in kept
 
 
 def te_refusal() -> tuple[str, str]:

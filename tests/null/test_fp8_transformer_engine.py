@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.core.errors import DeviceError, PrepareError, SettingError
+from accelerate.core.errors import CheckpointError, DeviceError, PrepareError, SettingError
 from accelerate.utils import FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.utils.transformer_engine import (
     apply_fp8_autowrap,
@@ -123,6 +124,27 @@ def test_a_program_that_converts_and_wraps_by_itself(
     assert [type(layer) for layer in model] == [engine.Linear, ShiftedNorm]
     model(torch.zeros(1, 16))
     assert engine.entered[1:] == [(True, DelayedScaling(margin=2, amax_compute_algo="most_recent"))]
+
+
+def test_a_checkpoint_of_another_precision_is_loaded_with_strict_off(
+    engine: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Layers of the library have an extra state that other layers lack."""
+
+    def run(precision: str) -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(cpu=True, mixed_precision=precision)
+        return accelerator, accelerator.prepare(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
+    for saved_in, loaded_in in (("bf16", "fp8"), ("fp8", "bf16")):
+        accelerator, saved = run(saved_in)
+        saved(torch.zeros(1, 16))
+        accelerator.save_state(str(tmp_path / saved_in))
+        accelerator, model = run(loaded_in)
+        with pytest.raises(CheckpointError, match="_extra_state"):
+            accelerator.load_state(str(tmp_path / saved_in))
+        accelerator.load_state(str(tmp_path / saved_in), strict=False)
+        assert torch.equal(model[1].weight, saved[1].weight)
 
 
 def test_evaluation_computes_in_8_bits_only_if_asked(engine: Library) -> None:

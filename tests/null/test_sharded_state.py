@@ -98,6 +98,16 @@ def test_a_model_comes_back_with_its_ties_and_extra_state(tmp_path: Path) -> Non
     assert fresh.extra == saved.extra
 
 
+def test_an_extra_state_that_is_a_tensor_may_have_another_length(tmp_path: Path) -> None:
+    """That of TransformerEngine is empty before the first forward."""
+    trained = torch.arange(9, dtype=torch.uint8)
+    folder = save(ShardedModelState(Net(extra=trained)), tmp_path / "m")
+    for count in (0, 4, 9):
+        fresh = Net(extra=torch.zeros(count, dtype=torch.uint8))
+        load(ShardedModelState(fresh), folder)
+        assert torch.equal(fresh.extra, trained)
+
+
 def test_tied_weights_are_written_once_and_torch_reads_both(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(50, 50, bias=False), nn.Linear(50, 50, bias=False))

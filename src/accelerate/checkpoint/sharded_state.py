@@ -167,7 +167,7 @@ class ShardedModelState(_ShardedState):
         for name, value in state.items():
             state_dict_files.refuse_meta_tensor(name, value)
         ties = {alias: name for alias, name in _find_ties(self.module).items() if {alias, name} <= set(state)}
-        to_save: Any = {name: value for name, value in state.items() if name not in ties}
+        to_save: Any = {n: v for n, v in state.items() if n not in ties and n not in self.remote_names}
         if rank > 0:
             new_names = self.only or {}
             saved_here = (
@@ -190,6 +190,11 @@ class ShardedModelState(_ShardedState):
         shards = ShardFolderReader(folder, trusted=context.trusted)
         state, ties = self._state(), _find_ties(self.module)
         entries = entries_by_model_name(shards, state)
+        for name, group in entries.items():
+            saved, tensor = shards.tensors.get(group[0]), state.get(name)
+            if name.endswith("_extra_state") and saved and isinstance(tensor, torch.Tensor):
+                # Of any length, as TransformerEngine's, which is empty before the first forward.
+                state[name] = tensor if tensor.shape == saved.size else tensor.new_empty(saved.size)
         owners = {name: ties.get(_clean_name(name), _clean_name(name)) for name in (*state, *entries)}
         self._compare_names(shards, entries, state, owners, context)
         shards.check_files(name for group in entries.values() for name in group)

@@ -398,6 +398,8 @@ def model_differences(
         saved = state.get(name)
         if not (isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor)) or is_lazy(value):
             continue
+        if name.endswith("_extra_state"):  # of any length, see ``ShardedModelState.prepare_load``
+            continue
         # torch loads a single number into a tensor without dimensions.
         if saved.shape != value.shape and not (value.dim() == 0 and saved.numel() == 1):
             shapes.append(

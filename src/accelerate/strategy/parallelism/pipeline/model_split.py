@@ -130,7 +130,7 @@ class FullModelStateNames:
         order: all names of its state, in their order.
         first: of each name of a parameter, the first name of the same parameter.
         holders: of each first name, and of each buffer, the processes of the pipeline that have it.
-        buffers: the names of buffers.
+        buffers: the names of buffers, and of extra states.
     """
 
     order: list[str]
@@ -157,7 +157,12 @@ class FullModelStateNames:
             holders[first[name]] = tuple(sorted(places[id(p)]))
         buffers = dict(model.named_buffers(remove_duplicate=False))
         holders |= {name: tuple(sorted(places[id(b)])) for name, b in buffers.items()}
-        return cls(list(model.state_dict(keep_vars=True)), first, holders, set(buffers))
+        order = list(model.state_dict(keep_vars=True))
+        extra = [name for name in order if name.endswith("_extra_state")]
+        for name in extra:
+            block = next((block for block in cut.stage_of if name.startswith(f"{block}.")), None)
+            holders[name] = tuple(range(cut.processes)) if block is None else (cut.rank_of(block),)
+        return cls(order, first, holders, {*buffers, *extra})
 
 
 def _tensors_outside_blocks(model: nn.Module, cut: StageAssignment) -> set[int]:

@@ -228,7 +228,9 @@ class PipelineParallel(MeshDimension):
         if runner is None:
             return frozenset(), frozenset()
         names: FullModelStateNames = runner.names
-        others = frozenset(names.order) - model.state_dict().keys()
+        # Modules of other stages still have an extra state, which is not the one that they have there.
+        unused = {name for name in names.buffers if self.pp_rank not in names.holders[name]}
+        others = frozenset(names.order) - model.state_dict().keys() | unused
         # Of the replicas of a stage the first one's buffers count.
         saves = self.pp_rank != 0 and self.strategy._is_leader
         return others, frozenset(
