@@ -119,6 +119,20 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert rest == pytest.approx(whole[4:], abs=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_another_precision_says_that_converted_layers_stay(precision: str) -> None:
+    model = fp8().prepare(decoder())
+    second = Accelerator(cpu=True, mixed_precision=precision)
+    stays = "its layers in 8-bit floats by torchao tensorwise, emulated on cpu: no faster stay so"
+    assert (stays in str(second.plan(model))) == (precision == "no")
+    with pytest.warns(UserWarning, match=f"mixed_precision='{precision}' holds for it, but {stays}"):
+        second.prepare(model)
+    assert float8_names(model)
+    fp8().prepare(model)
+    with pytest.warns(UserWarning, match="layers in 8-bit floats by torchao tensorwise"):
+        fp8(recipe_name="rowwise").prepare(model)
+
+
 # ---------------------------------------------------------------- which layers
 
 

@@ -23,6 +23,7 @@ from tests.support.parity import adamw, decoder, loader, loss_of, plain
 from tests.support.transformer_engine import (
     RECIPES,
     DelayedScaling,
+    Float8CurrentScaling,
     Format,
     Library,
     MXFP8BlockScaling,
@@ -124,6 +125,27 @@ def test_a_program_that_converts_and_wraps_by_itself(
     assert [type(layer) for layer in model] == [engine.Linear, ShiftedNorm]
     model(torch.zeros(1, 16))
     assert engine.entered[1:] == [(True, DelayedScaling(margin=2, amax_compute_algo="most_recent"))]
+
+
+def test_another_precision_takes_the_place_of_8_bits(engine: Library) -> None:
+    """Without their autocast, layers of the library compute in the format of their weights."""
+    net, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(2, 16)
+    expected = net(x)
+    model = copy.deepcopy(fp8(TERecipeKwargs()).prepare(net))
+    assert not torch.equal(model(x), expected)
+    with pytest.warns(UserWarning, match="mixed_precision='fp8' holds for it$"):
+        fp8(TERecipeKwargs(scaling="current")).prepare(model)
+    model(x)
+    assert [type(recipe) for _, recipe in engine.entered[-2:]] == [DelayedScaling, Float8CurrentScaling]
+    other = Accelerator(cpu=True, mixed_precision="bf16")
+    with pytest.warns(UserWarning, match="mixed_precision='bf16' holds for it$"):
+        other.prepare(model)
+    model(x)
+    assert len(engine.entered) == 2
+    torch.testing.assert_close(other.unwrap_model(model, keep_fp32_wrapper=False)(x), expected)
+    by_hand = apply_fp8_autowrap(other.unwrap_model(model), TERecipeKwargs())
+    other.prepare(by_hand)(x)
+    assert len(engine.entered) == 3, "the context of the program stays"
 
 
 def test_a_checkpoint_of_another_precision_is_loaded_with_strict_off(

@@ -773,8 +773,9 @@ class Accelerator(ProcessMixin):
             model: a model, prepared or wrapped by hand.
             keep_fp32_wrapper: False also takes off the mixed precision that ``prepare`` attached. As in 1.x
                 that changes the module itself, which computes in the format of its weights from now on, also
-                as a part of ``model``: ``prepare`` it again to train on in mixed precision. A prepared model
-                can be copied, pickled and saved as it is.
+                as a part of ``model``: ``prepare`` it again to train on in mixed precision. Layers that
+                torchao computes in 8-bit floats stay so. A prepared model can be copied, pickled and saved
+                as it is.
             keep_torch_compile: False also takes the model out of what ``torch.compile(model)`` made. What is
                 compiled in place stays so: ``torch.compiler.set_stance("force_eager")`` runs it uncompiled.
         """

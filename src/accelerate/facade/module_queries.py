@@ -132,8 +132,9 @@ def extract_model_from_parallel(
     """Return the user's own model, without the wrappers that train it in parallel.
 
     Args:
-        model: a model, wrapped or not; it is not changed.
-        keep_fp32_wrapper: False also takes off the mixed precision that ``prepare`` attached.
+        model: a model, wrapped or not.
+        keep_fp32_wrapper: False also takes off the mixed precision that ``prepare`` attached; layers that
+            torchao computes in 8-bit floats stay so.
         keep_torch_compile: the result is compiled when ``model`` is; False gives the model inside.
         recursive: also unwrap submodules, in place.
     """

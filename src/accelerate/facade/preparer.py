@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accelerate.core import environ, lazy_names
-from accelerate.core.errors import PrepareError, warn_user
+from accelerate.core.errors import PrepareError
 from accelerate.core.torch_internals import require
 from accelerate.core.units import show_bytes
 from accelerate.data.loader import DataLoaderShard
@@ -32,6 +32,7 @@ from accelerate.facade.optimizer import AcceleratedOptimizer, agree_on_optimizer
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.offload.quantization import base as quantization
+from accelerate.precision.autocast import describe_permanent_conversion, warn_of_replacement
 from accelerate.strategy.base import (
     BatchPlacement,
     DataSharding,
@@ -269,6 +270,7 @@ class Preparer:
             # A precision is attached by hooks.
             if not reason and any(m._forward_hooks and precision.replaces_attached(m) for m in models):
                 reason = "the model computes in the format of its weights again"
+                reason += next(filter(None, map(describe_permanent_conversion, models)), "")
             if reason:
                 steps.append(PrepareStep("precision", reason, self._attach_precision))
         steps += strategy.prepare_steps(bundle)
@@ -323,10 +325,7 @@ class Preparer:
         precision = self.runtime.precision
         for model in bundle.objects_of("model"):
             if precision.replaces_attached(model):
-                warn_user(
-                    f"a {type(model).__name__} was prepared with another precision before, by another "
-                    f"Accelerator: from now on mixed_precision={precision.name!r} holds for it"
-                )
+                warn_of_replacement(model, precision.name)
             precision.attach(model)
 
     @property

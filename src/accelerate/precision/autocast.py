@@ -18,11 +18,11 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from accelerate.core.argument_checks import KwargsHandler, check_arguments
-from accelerate.core.errors import DeviceError
+from accelerate.core.errors import DeviceError, warn_user
 from accelerate.core.lazy_names import get_override
 from accelerate.core.torch_internals import is_available
 from accelerate.device.base import Device
-from accelerate.precision.base import FORWARD_CONTEXTS, Precision
+from accelerate.precision.base import FORWARD_CONTEXTS, LayerConversion, LibraryContextHook, Precision
 from accelerate.world.local_tensor_trees import convert_outputs_to_fp32, convert_to_fp32
 
 
@@ -67,15 +67,21 @@ class _AutocastScope:
     A copied or pickled module keeps its precision.
     """
 
-    def __init__(self, device: Device, dtype: torch.dtype, options: AutocastKwargs | None) -> None:
-        self.device, self.dtype, self.options = device, dtype, options
+    def __init__(
+        self,
+        device: Device,
+        dtype: torch.dtype,
+        options: AutocastKwargs | None,
+        conversion: LayerConversion | None = None,
+    ) -> None:
+        self.device, self.dtype, self.options, self.conversion = device, dtype, options, conversion
         self.unused = _UnusedContexts()
         options = options or AutocastKwargs()
         # What ``torch.autocast`` takes.
         self.arguments = device.type, dtype, options.enabled, options.cache_enabled
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.device, self.dtype, self.options)
+        return type(self), (self.device, self.dtype, self.options, self.conversion)
 
 
 # For a model that ``torch.compile`` traces together with its hooks. The compiler, dynamo, knows autocast as a
@@ -200,6 +206,7 @@ def attach_autocast(
     options: AutocastKwargs | None = None,
     *,
     upcast: bool = True,
+    conversion: LayerConversion | None = None,
 ) -> None:
     """Run every forward of ``module`` under autocast.
 
@@ -209,29 +216,51 @@ def attach_autocast(
         dtype: the dtype of matrix products and convolutions.
         options: options of ``torch.autocast``.
         upcast: convert half precision outputs to float32 (the documented behaviour of Accelerate 1.x).
+        conversion: of layers of the module by the same precision.
     """
     detach_autocast(module)
-    scope = _AutocastScope(device, dtype, options)
+    scope = _AutocastScope(device, dtype, options, conversion)
     # Next to the forward: hooks of the user run outside of autocast, and see the float32 outputs.
     module.register_forward_pre_hook(_AutocastPreHook(scope))
     # always_call: autocast must be exited also when the forward raises.
     module.register_forward_hook(_AutocastExitHook(scope, upcast), prepend=True, always_call=True)
 
 
-def get_attached_autocast(module: nn.Module) -> tuple[torch.dtype, AutocastKwargs | None, bool] | None:
-    """Return (dtype, options, upcast) of the attached autocast; None without ``attach_autocast``."""
+def get_attached_autocast(
+    module: nn.Module,
+) -> tuple[torch.dtype, AutocastKwargs | None, bool, LayerConversion | None] | None:
+    """Return (dtype, options, upcast, conversion) of the attached autocast; None without one."""
     for hook in module._forward_hooks.values():
         if isinstance(hook, _AutocastExitHook):
-            return hook.scope.dtype, hook.scope.options, hook.upcast
+            return hook.scope.dtype, hook.scope.options, hook.upcast, hook.scope.conversion
     return None
 
 
+def describe_permanent_conversion(module: nn.Module) -> str:
+    """Return a clause on layers that stay converted when the attached precision is replaced; may be empty."""
+    attached = get_attached_autocast(module)
+    conversion = None if attached is None else attached[3]
+    if conversion is None or not conversion.is_permanent:
+        return ""
+    return f", but its layers in 8-bit floats by {conversion.library} stay so"
+
+
+def warn_of_replacement(module: nn.Module, name: str) -> None:
+    """Warn that the precision ``name`` takes the place of the attached one."""
+    warn_user(
+        f"a {type(module).__name__} was prepared with another precision before, by another Accelerator: from "
+        f"now on mixed_precision={name!r} holds for it{describe_permanent_conversion(module)}"
+    )
+
+
 def detach_autocast(module: nn.Module) -> None:
-    """Remove autocast from a module, if it has it."""
+    """Remove autocast from a module, if it has it, and the context of a library inside of it."""
+    kinds: tuple[type, ...] = (_AutocastPreHook, _AutocastExitHook)
+    attached = get_attached_autocast(module)
+    if attached is not None and attached[3] is not None:
+        kinds = (*kinds, LibraryContextHook)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [
-            key for key, hook in hooks.items() if isinstance(hook, _AutocastPreHook | _AutocastExitHook)
-        ]:
+        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", hook), kinds)]:
             del hooks[key]
             module._forward_hooks_always_called.pop(key, None)
 
@@ -240,6 +269,7 @@ class HalfPrecisionAutocast(Precision):
     """Autocast to a 16-bit dtype; the weights keep their dtype."""
 
     dtype: ClassVar[torch.dtype]
+    conversion: LayerConversion | None = None
     handler_classes: ClassVar[tuple[type[KwargsHandler], ...]] = (AutocastKwargs,)
 
     def check(self) -> None:
@@ -263,18 +293,28 @@ class HalfPrecisionAutocast(Precision):
 
     def attach(self, model: nn.Module) -> None:
         """Attach autocast by hooks."""
-        attach_autocast(model, self.device, self.dtype, self.options, upcast=self._upcasts)
+        attach_autocast(
+            model,
+            self.device,
+            self.dtype,
+            self.options,
+            upcast=self._upcasts,
+            conversion=self.conversion,
+        )
 
     def replaces_attached(self, model: nn.Module) -> bool:
         """Return True when the model has computed in another format or with other options so far."""
-        return get_attached_autocast(model) not in (None, (self.dtype, self.options, self._upcasts))
+        return get_attached_autocast(model) not in (
+            None,
+            (self.dtype, self.options, self._upcasts, self.conversion),
+        )
 
     def explain_missing(self, model: nn.Module) -> str:
         """Return why autocast of this dtype is not attached to ``model`` or is off; empty if it is on."""
         attached = get_attached_autocast(model)
         if attached is None:
             return f"no autocast is attached to the {type(model).__name__}"
-        dtype, options, _ = attached
+        dtype, options, *_ = attached
         if options is not None and not options.enabled:
             return "AutocastKwargs(enabled=False) turns it off"
         return "" if dtype == self.dtype else f"the {type(model).__name__} computes in {dtype}"

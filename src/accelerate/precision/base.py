@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -59,6 +60,23 @@ class ForwardContexts(threading.local):
 
 
 FORWARD_CONTEXTS = ForwardContexts()
+
+
+class LibraryContextHook:
+    """The base of forward hooks that enter the context of a library, inside of autocast."""
+
+
+@dataclass(frozen=True)
+class LayerConversion:
+    """The conversion of layers of a model by a precision.
+
+    Attributes:
+        library: the library that computes them, and its recipe, as text.
+        is_permanent: they stay converted in whatever precision the model is prepared later.
+    """
+
+    library: str
+    is_permanent: bool
 
 
 class Precision(ABC):

@@ -16,6 +16,7 @@ from accelerate.core.errors import SettingError, UnknownNameError, warn_user
 from accelerate.core.option_report import OptionStatus, RequestedOption, keep_requests
 from accelerate.core.setting import declared_settings, describe_fields, load_fields, load_settings
 from accelerate.precision.autocast import AutocastKwargs, HalfPrecisionAutocast
+from accelerate.precision.base import LayerConversion
 from accelerate.precision.float8.library import ConversionReport, Float8Library
 from accelerate.precision.float8.torchao import AORecipeKwargs, TorchAO
 from accelerate.precision.float8.transformer_engine import TERecipeKwargs, TransformerEngine
@@ -156,6 +157,11 @@ class FP8MixedPrecision(HalfPrecisionAutocast):
                 why="its layers cannot compute on tensor parallel shards of their weights",
                 fix="use AORecipeKwargs() or --fp8_backend AO (pip install torchao), or leave tp_size out",
             )
+
+    @property
+    def conversion(self) -> LayerConversion:  # type: ignore[override]
+        """The library; without its context, layers of TransformerEngine compute in ordinary formats."""
+        return LayerConversion(self.library.describe(), is_permanent=not self.library.has_context)
 
     def attach(self, model: nn.Module) -> None:
         """Convert the layers, and attach bfloat16 autocast by hooks."""

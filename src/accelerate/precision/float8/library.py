@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from accelerate.core.errors import DeviceError, PrepareError
 from accelerate.device.base import Device
-from accelerate.precision.base import FORWARD_CONTEXTS
+from accelerate.precision.base import FORWARD_CONTEXTS, LibraryContextHook
 from accelerate.precision.recipes.fp8 import require_library
 
 # The sides of a matrix that the units for 8-bit floats take.
@@ -188,7 +188,7 @@ class Float8Library(ABC):
         self.convert_layers(model, frozenset(names & {*report.converted}))
 
 
-class _ContextEntry:
+class _ContextEntry(LibraryContextHook):
     """The forward pre-hook that enters the context of a library; ``leave`` is the hook that exits it."""
 
     def __init__(self, library: Float8Library) -> None:
