@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from accelerate.core.errors import PrepareError
 from tests.cpu.test_fsdp2 import prepared
@@ -315,10 +315,43 @@ class Experts(nn.Module):
         weight: Any = self.weight
         if isinstance(weight, DTensor):
             ranks = weight.device_mesh.size()
-            weight = weight.full_tensor(grad_placements=[Partial("sum")])  # torch 2.6 sums for "avg" too
+            sums = [Partial("sum")] * weight.device_mesh.ndim  # torch 2.6 sums for "avg" too
+            weight = weight.full_tensor(grad_placements=sums)
             if weight.requires_grad:
                 weight.register_hook(lambda gradient: gradient / ranks)
         return x @ weight[0] @ weight[1]
+
+
+def overflow_of_experts(parallelism: bool) -> tuple[int, float]:
+    """Skipped steps, and the scale, where one rank alone sees a gradient that is not finite."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import GradScalerKwargs
+
+    accelerator: Any = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+        parallelism_config=ParallelismConfig(dp_shard_size=4) if parallelism else None,
+        kwargs_handlers=[GradScalerKwargs(init_scale=2.0**10)],
+    )
+    model: Any = nn.Sequential(Experts(), nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "ep"))
+    weight = distribute_tensor(model[0].weight.detach(), mesh, [Replicate(), Shard(0)])
+    model[0].weight = nn.Parameter(weight)
+    accelerator.state.fsdp_plugin.ignored_modules = [model[0]]
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 4)).square().mean())
+    if accelerator.process_index == 3:
+        model[1].weight.grad.to_local().fill_(float("inf"))
+    optimizer.step()
+    return optimizer.skipped_steps, accelerator.scaler.get_scale()
+
+
+@pytest.mark.parametrize("parallelism", [False, True])
+def test_an_overflow_of_one_rank_beside_experts_is_that_of_all(ranks: RankServer, parallelism: bool) -> None:
+    """Torch would reduce it along the dimension that shards the first gradient, that of the experts."""
+    assert ranks(4, overflow_of_experts, parallelism) == [(1, 2.0**9)] * 4
 
 
 def train_mixture(version: int, kind: str, folder: str) -> list[float]:

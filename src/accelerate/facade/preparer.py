@@ -32,7 +32,7 @@ from accelerate.facade.optimizer import AcceleratedOptimizer, agree_on_optimizer
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.offload.quantization import base as quantization
-from accelerate.precision.autocast import describe_permanent_conversion, warn_of_replacement
+from accelerate.precision.autocast import describe_detachment, warn_of_replacement
 from accelerate.strategy.base import (
     BatchPlacement,
     DataSharding,
@@ -236,6 +236,8 @@ class Preparer:
             bundle.given_unwrapped = [prepared for given, prepared in pairs if prepared is not given]
         for step in self.make_plan(bundle).steps:
             step.apply(bundle)
+        if self.runtime.precision.scales_loss:  # known now: the models that the program has sharded by itself
+            self.runtime.precision.set_overflow_sync(self.runtime.strategy.flag_reduction())
         for kind, item in zip(bundle.kinds, bundle.objects, strict=True):
             if kind not in ("prepared", "other"):
                 self.prepared.add(kind, item)
@@ -269,8 +271,7 @@ class Preparer:
             reason = precision.describe_attachment([strategy.unwrap(model) for model in models])
             # A precision is attached by hooks.
             if not reason and any(m._forward_hooks and precision.replaces_attached(m) for m in models):
-                reason = "the model computes in the format of its weights again"
-                reason += next(filter(None, map(describe_permanent_conversion, models)), "")
+                reason = describe_detachment(models)
             if reason:
                 steps.append(PrepareStep("precision", reason, self._attach_precision))
         steps += strategy.prepare_steps(bundle)

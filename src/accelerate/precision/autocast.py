@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,7 +236,13 @@ def get_attached_autocast(
     return None
 
 
-def describe_permanent_conversion(module: nn.Module) -> str:
+def describe_detachment(modules: Iterable[nn.Module]) -> str:
+    """Return the clause for the plan on models whose precision is taken off."""
+    stays = next(filter(None, map(_describe_permanent_conversion, modules)), "")
+    return f"the model computes in the format of its weights again{stays}"
+
+
+def _describe_permanent_conversion(module: nn.Module) -> str:
     """Return a clause on layers that stay converted when the attached precision is replaced; may be empty."""
     attached = get_attached_autocast(module)
     conversion = None if attached is None else attached[3]
@@ -249,7 +255,7 @@ def warn_of_replacement(module: nn.Module, name: str) -> None:
     """Warn that the precision ``name`` takes the place of the attached one."""
     warn_user(
         f"a {type(module).__name__} was prepared with another precision before, by another Accelerator: from "
-        f"now on mixed_precision={name!r} holds for it{describe_permanent_conversion(module)}"
+        f"now on mixed_precision={name!r} holds for it{_describe_permanent_conversion(module)}"
     )
 
 

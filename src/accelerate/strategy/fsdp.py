@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -263,6 +264,13 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
         from accelerate.strategy.sharding.grads import clip_value
 
         clip_value(parameters, limit)
+
+    def flag_reduction(self) -> Callable[[torch.Tensor], Any] | None:
+        """Return a max all-reduce over all ranks where the program has sharded a module by itself."""
+        # Torch reduces a flag over the mesh of the first gradient, which may be the program's.
+        if not any(hasattr(p, "device_mesh") for p in self._ignored_params):
+            return None
+        return partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
         """Clear gradients, also unreduced ones."""

@@ -421,7 +421,7 @@ class DeviceMeshStrategy(MeshDataSharding, FSDP2Strategy):  # type: ignore[overr
         # Torch reduces a flag over the mesh of the first gradient, which leaves out stages, and the tensor
         # parallel processes where that gradient is replicated.
         if self.model_parallel_size == 1:
-            return None
+            return super().flag_reduction()
         return partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
 
     # --- states
