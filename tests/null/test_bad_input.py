@@ -151,10 +151,13 @@ def scaled(strict: bool = False, **options: Any) -> Accelerator:
     return Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(**options)], strict=strict)
 
 
-@pytest.mark.parametrize("call", ["step", "clip"])
+@pytest.mark.parametrize("call", ["step", "clip", "fused"])
 def test_a_scaled_step_without_backward_is_an_error(call: str) -> None:
     accelerator = scaled()
-    model, optimizer, _ = accelerator.prepare(*parts())
+    model, optimizer, _ = parts()
+    if call == "fused":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
     if call == "clip":
         assert float(accelerator.clip_grad_norm_(model.parameters(), 1.0)) == 0.0
         return

@@ -294,6 +294,8 @@ class LossScaling:
             own.has_overflowed = None
         try:
             result = self._scaler.step(optimizer, *(() if closure is None else (closure,)))
+            if not self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
+                raise AssertionError("a fused optimizer has stepped without a gradient")
         except BaseException as error:
             vars(optimizer).pop("grad_scale", None)  # torch multiplies one that is left by the next scale
             state = self._scaler._per_optimizer_states[id(optimizer)]
