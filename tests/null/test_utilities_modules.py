@@ -456,11 +456,19 @@ def test_a_level_of_optimisation(monkeypatch):
 
 def test_the_old_recipe_still_works_and_says_it_is_old(library):
     with pytest.warns(FutureWarning, match="TERecipeKwargs"):
-        assert utils.FP8RecipeKwargs(backend="msamp", opt_level="O1").opt_level == "O1"
+        recipe = utils.FP8RecipeKwargs(backend="msamp", opt_level="O1")
+    assert recipe.opt_level == "O1"
+    assert recipe.to_kwargs() == {"opt_level": "O1"}
     with pytest.warns(FutureWarning), pytest.raises(MissingExtraError, match="transformer_engine"):
         utils.FP8RecipeKwargs(backend="TE")
     with pytest.warns(FutureWarning), pytest.raises(UnknownNameError, match="MSAMP"):
         utils.FP8RecipeKwargs(backend="other")
+    library("transformer_engine")
+    with pytest.warns(FutureWarning):
+        recipe = utils.FP8RecipeKwargs(backend="TE", margin=2, use_mxfp8_block_scaling=True)
+    expected = utils.TERecipeKwargs(margin=2, use_mxfp8_block_scaling=True).to_kwargs()
+    assert recipe.to_kwargs() == expected
+    assert expected["margin"] == 2
 
 
 # --- helpers for other projects' tests

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -78,6 +78,11 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
             TERecipeKwargs.__post_init__(self)
         else:
             MSAMPRecipeKwargs.__post_init__(self)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of the recipe class of its library, see there."""
+        recipe = TERecipeKwargs if self.backend == "TE" else MSAMPRecipeKwargs
+        return recipe(**{field.name: getattr(self, field.name) for field in fields(recipe)}).to_kwargs()
 
 
 _LIBRARIES: Mapping[str, type[Float8Library]] = {"AO": TorchAO, "TE": TransformerEngine}
