@@ -249,8 +249,9 @@ def test_without_a_recipe_the_installed_library_computes(monkeypatch: pytest.Mon
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MissingExtraError, match="pip install transformer_engine"):
+    with pytest.raises(MissingExtraError, match="pip install transformer_engine") as error:
         TERecipeKwargs()
+    assert error.value.why == "it is NVIDIA's and needs CUDA; other devices take AORecipeKwargs()"
     monkeypatch.setattr("accelerate.core.packages.is_installed", lambda name: False)
     for call in (AORecipeKwargs, lambda: Accelerator(cpu=True, mixed_precision="fp8")):
         with pytest.raises(MissingExtraError, match="pip install torchao"):

@@ -200,10 +200,11 @@ class MissingExtraError(AccelerateError, ImportError):
     Args:
         package: the name to install with pip.
         need: the feature that needs it.
+        why: a reason or condition of the package's own.
     """
 
-    def __init__(self, package: str, need: str) -> None:
-        super().__init__(f"{need} needs the package {package!r}", fix=f"pip install {package}")
+    def __init__(self, package: str, need: str, why: str = "") -> None:
+        super().__init__(f"{need} needs the package {package!r}", why=why, fix=f"pip install {package}")
 
 
 class FeatureNotBuiltError(AccelerateError, NotImplementedError):

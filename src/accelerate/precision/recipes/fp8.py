@@ -42,7 +42,8 @@ def choose_backend(backend: str | None) -> str:
 def require_library(backend: str, need: str) -> None:
     """Raise MissingExtraError when the package of a library for 8-bit floats is not installed."""
     if not packages.is_installed(PACKAGES[backend]):
-        raise MissingExtraError(PACKAGES[backend], need)
+        why = "it is NVIDIA's and needs CUDA; other devices take AORecipeKwargs()" if backend == "TE" else ""
+        raise MissingExtraError(PACKAGES[backend], need, why)
 
 
 @mutable_dataclass
