@@ -10,7 +10,7 @@ class Npu(Device):
 
     Source: Ascend Extension for PyTorch 6.0.RC1, "Custom APIs", "Distributed" (hccl); CANN Community 8.3.RC1,
     "Environment variables" (ASCEND_RT_VISIBLE_DEVICES); Rec SDK Torch 7.1.RC1, "Environment variables"
-    (/dev/davinci0 ...; in a container the numbers may start anywhere).
+    (/dev/davinci0 ...; in a container the numbers may start anywhere); CANN 9.1.0, "aclrtFloatOverflowMode".
     """
 
     type = "npu"
