@@ -36,10 +36,10 @@ BOUNDS = {
     # With the lines that it logs, the lock of the place, and the comparison of the ranks. Rank 0 is counted,
     # which combines what the ranks say for all of them, in 3 of these functions; in 2 it is seen that nothing
     # new is planned. One asks a batch sampler for its batch size, which may have changed.
-    "save_state, FSDP2": (135, 31),  #      90 / 15
+    "save_state, FSDP2": (134, 31),  #      90 / 15
     "save_state, DDP": (132, 28),  # with the question who calls: the main process may do so alone
     # It compares everything with the objects, takes back what one of them refuses, and shows its progress.
-    "load_state, FSDP2": (154, 31),  #      90 / 15
+    "load_state, FSDP2": (155, 31),  #      90 / 15
     "load_state, DDP": (148, 30),
     # Reached. Two functions more count the cores where OMP_NUM_THREADS says nothing.
     "launch of 2 processes": (119, 24),  #  120 / 25

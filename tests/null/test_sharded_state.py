@@ -108,6 +108,18 @@ def test_an_extra_state_that_is_a_tensor_may_have_another_length(tmp_path: Path)
         assert torch.equal(fresh.extra, trained)
 
 
+def test_code_of_the_model_may_exchange_values_while_it_is_loaded(tmp_path: Path) -> None:
+    def exchange(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        state["0.weight"], state["1.weight"] = state["1.weight"], state["0.weight"]
+
+    saved, fresh = (nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3)) for _ in range(2))
+    for model in (saved, fresh):
+        model.register_load_state_dict_pre_hook(exchange)
+    load(ShardedModelState(fresh), save(ShardedModelState(saved), tmp_path / "m"))
+    saved.load_state_dict(saved.state_dict() | {"0.weight": saved[0].weight.clone()})
+    assert equal(saved, fresh)
+
+
 def test_tied_weights_are_written_once_and_torch_reads_both(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(50, 50, bias=False), nn.Linear(50, 50, bias=False))

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -169,11 +170,11 @@ class ShardedModelState(_ShardedState):
         ties = {alias: name for alias, name in _find_ties(self.module).items() if {alias, name} <= set(state)}
         to_save: Any = {n: v for n, v in state.items() if n not in ties and n not in self.remote_names}
         if rank > 0:
-            new_names = self.only or {}
+            new_names, params = self.only or {}, dict(self.module.named_parameters(remove_duplicate=False))
             saved_here = (
                 set()
                 if self.local_training
-                else {new_names.get(name, name) for name, _ in _named_params(self.module)}
+                else {new_names.get(name, name) for name in map(_clean_name, params)}
             )
             saved_here.update(self.saved_buffers)
             to_save = {n: v for n, v in to_save.items() if n in saved_here or isinstance(v, DTensor)}
@@ -186,7 +187,7 @@ class ShardedModelState(_ShardedState):
         return {self.only[name]: value for name, value in state.items() if name in self.only}
 
     def prepare_load(self, folder: Path, context: CheckpointLoadContext, /) -> Callable[[], Any]:
-        """Prepare the load, see ``ShardedState``. Tensors are read into the model's own memory."""
+        """Prepare the load, see ``ShardedState``. They are read into the model's own memory, if possible."""
         shards = ShardFolderReader(folder, trusted=context.trusted)
         state, ties = self._state(), _find_ties(self.module)
         entries = entries_by_model_name(shards, state)
@@ -198,7 +199,9 @@ class ShardedModelState(_ShardedState):
         owners = {name: ties.get(_clean_name(name), _clean_name(name)) for name in (*state, *entries)}
         self._compare_names(shards, entries, state, owners, context)
         shards.check_files(name for group in entries.values() for name in group)
-        first, planned, read_plan = dict[Any, str](), set[str](), ReadPlan()
+        first, targets, read_plan = dict[Any, str](), dict[str, torch.Tensor](), ReadPlan()
+        # Code of the model's own may give a parameter the values of another name: not those it overwrites.
+        is_direct = not state_dict_files.converts_states(self.module)
         for name, group in entries.items():
             same = first.setdefault(shards.file_ranges(group[0]), name)
             if same != name and owners[same] != owners[name]:
@@ -207,9 +210,10 @@ class ShardedModelState(_ShardedState):
                 )
             tensor = state.get(name)
             if isinstance(tensor, torch.Tensor) and group[0] in shards.tensors:
-                if owners[name] not in planned:
-                    shards.add_reads(group[0], tensor, read_plan)
-                planned.add(owners[name])
+                if owners[name] not in targets:
+                    targets[owners[name]] = tensor if is_direct else torch.empty_like(tensor)
+                    shards.add_reads(group[0], targets[owners[name]], read_plan)
+                state[name] = targets[owners[name]]
             elif name in state:
                 state[name] = read_nested(shards, group, 2)
         if self.only is not None:
@@ -378,7 +382,8 @@ def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
     used = [m for m in models if any(p in own_parameters for p in m.parameters())]
     names_of: dict[torch.Tensor, list[str]] = {}
     for number, module in enumerate(used):
-        for name, parameter in _named_params(module):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            name = _clean_name(name)
             names_of.setdefault(parameter, []).append(f"{number}.{name}" if len(used) > 1 else name)
     for index, parameter in enumerate(parameters):
         if parameter not in names_of:
@@ -395,23 +400,18 @@ def _clean_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace(_CHECKPOINTED, "")
 
 
-def _named_params(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return every name of every parameter, as state dicts call it."""
-    return [(_clean_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
-
-
 def _find_ties(module: nn.Module) -> dict[str, str]:
     """Map names of parameters and buffers to the earlier name of the same object.
 
     Not by memory, as for whole files: a rank with few rows may have no memory of either.
     """
-    buffers = [(_clean_name(name), b) for name, b in module.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
-    for name, value in (*_named_params(module), *buffers):
-        owner = first.setdefault(id(value), name)
-        if owner != name:
-            ties[name] = owner
+    tables = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    for name, value in chain(*tables):
+        owner = first.setdefault(id(value), clean := _clean_name(name))
+        if owner != clean:
+            ties[clean] = owner
     return ties
 
 
