@@ -317,15 +317,15 @@ def test_a_script_that_goes_around_the_forward_ends_with_our_words(ranks: RankSe
         assert "PrepareError: Encoder.encode was called at script.py:6" in output
 
 
-def step_unprepared(sizes: dict[str, int]) -> list[str]:
+def step_unprepared(sizes: dict[str, int], options: dict[str, Any]) -> list[str]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import ParallelismConfig
 
     if sizes:
         accelerator = Accelerator(parallelism_config=ParallelismConfig(**sizes))
     else:
-        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS))
-    model, words = tiny(), next(batches(1))
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS, **options))
+    model, words = tiny(), next(batches(1)).to(accelerator.device)
     optimizer, other = adamw(model), adamw(tiny())
     model = accelerator.prepare(model)
     accelerator.backward(loss_of(model, words))
@@ -336,11 +336,18 @@ def step_unprepared(sizes: dict[str, int]) -> list[str]:
     return [error.value.what, error.value.fix]
 
 
-@pytest.mark.parametrize("sizes", [{}, {"dp_shard_size": 2}])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({}, {}),
+        ({"dp_shard_size": 2}, {}),
+        ({}, {"fsdp_version": 1, "use_orig_params": False, "ignored_modules": "frozen"}),
+    ],
+)
 def test_the_step_of_an_optimizer_that_was_never_prepared_is_refused(
-    ranks: RankServer, sizes: dict[str, int]
+    ranks: RankServer, sizes: dict[str, int], options: dict[str, Any]
 ) -> None:
     """It stepped what the model had before: nothing trained, and nothing was said."""
-    what, fix = same_on_all(ranks(2, step_unprepared, sizes))
+    what, fix = same_on_all(ranks(2, step_unprepared, sizes, options))
     assert what == "the AdamW steps parameters that sharding has replaced"
     assert fix == "model, optimizer = accelerator.prepare(model, optimizer)"

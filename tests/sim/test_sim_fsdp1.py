@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.cpu.test_fsdp1 import accelerator_of, params_in_state, whole
+from tests.cpu.test_fsdp_bad_input import step_unprepared
 from tests.support.numbers import close
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sharded_models import adamw, batches, loss_of, plain, share, tiny
@@ -32,3 +33,9 @@ def test_it_trains_to_the_numbers_of_one_cpu_process(ranks: RankServer) -> None:
     ours, rests = same_on_all(ranks(2, trained))
     assert rests == {"sim"}
     close(ours, plain(1), 1e-4)
+
+
+def test_the_step_of_an_optimizer_that_was_never_prepared_is_refused(ranks: RankServer) -> None:
+    """torch's class would keep the parameters; here the device has others, and nothing trained."""
+    what, _ = same_on_all(ranks(2, step_unprepared, {}, {"fsdp_version": 1}))
+    assert what == "the AdamW steps parameters that sharding has replaced"

@@ -21,7 +21,11 @@ from accelerate.core.setting import load_settings
 from accelerate.strategy.base import ModuleWrapping, PrepareBundle, StrategyRequest, StrategySelection
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings, implied_versions
 from accelerate.strategy.protocol.gradient_sync import ZeroBackward, graph_leaves, run_with_zero_gradients
-from accelerate.strategy.sharding.sharded_strategy import FSDP_SELECTION, ShardedStrategy
+from accelerate.strategy.sharding.sharded_strategy import (
+    FSDP_SELECTION,
+    ShardedStrategy,
+    watch_unprepared_optimizers,
+)
 from accelerate.world import collective
 
 if TYPE_CHECKING:
@@ -127,6 +131,8 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
                 fix="use fsdp_version=2 for the dry run: the shards of a rank are as large",
             )
         bundle.replace("model", self._wrap_model)
+        if self._replaced_params:  # somebody holds them
+            watch_unprepared_optimizers(self)
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
         if self._is_sharded(model):
