@@ -156,7 +156,9 @@ INTERNALS = (
             "FlatParameter._sharded_size FlatParameter._params FlatParameter._local_shard "
             "FlatParameter._full_param_padded FlatParameter._shared_param_infos "
             "FlatParameter._numels_with_padding FlatParameter._is_padding_mask FlatParameter._param_infos "
-            "FlatParameter._shapes FlatParameter._unpadded_unsharded_size FlatParameter._is_grad_none_mask",
+            "FlatParameter._shapes FlatParameter._unpadded_unsharded_size FlatParameter._is_grad_none_mask "
+            "FlatParamHandle.prepare_gradient_for_optim FlatParamHandle._offload_params "
+            "FlatParameter._saved_grad_shard FlatParameter._post_backward_called",
             "torch.distributed.fsdp.wrap": "_Policy._run_policy",
             "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": "CheckpointWrapper",
         },

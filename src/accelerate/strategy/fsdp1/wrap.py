@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffload, FlatParameter, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, FlatParameter, ShardingStrategy, _flat_param
 from torch.distributed.tensor import DTensor
 
 from accelerate.core.errors import PrepareError, warn_user
@@ -88,6 +88,62 @@ def _walk(
         path = prefix if hide and name == "_fsdp_wrapped_module" else f"{prefix}.{name}" if prefix else name
         if child is not None:
             yield from _walk(child, memo, path, remove_duplicate, hide)
+
+
+class FlatParamHandle(_flat_param.FlatParamHandle):
+    """The handle of torch, which loses no gradient where windows are resumed, offloaded or branch."""
+
+    @property
+    def sharded_grad(self) -> torch.Tensor | None:
+        """The reduced gradient; torch takes the last one on the host for it, also after it was cleared."""
+        gradient = self.flat_param.grad
+        is_settled = self._offload_params and self._training_state.name in ("IDLE", "FORWARD")
+        return gradient if is_settled and (gradient is None or gradient.is_cpu) else super().sharded_grad
+
+    def prepare_gradient_for_backward(self) -> None:
+        """Put reduced gradients aside; refuse a second backward through the last forward of a unit.
+
+        torch reduces gradients, and frees the unsharded parameters, in the first one.
+        """
+        flat: Any = self.flat_param
+        if flat.requires_grad and not hasattr(flat, "_post_backward_hook_state"):
+            raise PrepareError(
+                "a second backward through one forward of a model under FSDP1",
+                why="torch reduces the gradients of a unit once for each forward; torch.autograd.grad "
+                "counts too",
+                fix="fsdp_version=2, or add the losses and run one backward",
+            )
+        if self._offload_params and flat.grad is not None and flat.grad.is_cpu:
+            # torch would overwrite what earlier reductions have left on the host.
+            gradient, flat.grad = flat.grad.to(self.device), None
+            if self.uses_sharded_strategy:
+                flat._saved_grad_shard = gradient
+            else:
+                flat.grad = torch.empty_like(flat)
+                flat.grad.data = gradient  # of another dtype under mixed precision
+        super().prepare_gradient_for_backward()
+        # torch notes which gradients were cleared until the next reduction: NO_SHARD would drop one that a
+        # window accumulates before, of a parameter that was frozen or cleared alone.
+        for index, parameter in enumerate(flat._params or ()):
+            if parameter.requires_grad:
+                flat._is_grad_none_mask[index] = False
+
+    def prepare_gradient_for_optim(self) -> None:
+        """Give a unit that was reduced its gradients; one that the backward did not reach keeps its own."""
+        flat: Any = self.flat_param
+        if not flat._post_backward_called:
+            # torch would drop them, or take those of an earlier step from the host.
+            gradient = vars(flat).pop("_saved_grad_shard", None)
+            if gradient is not None and flat.grad is None:
+                flat.grad = gradient.to(flat.device)
+            return
+        if self.uses_sharded_strategy and flat.grad is not None:
+            raise PrepareError(
+                "the last micro-batch of a window did not reach a layer that an earlier one had reached",
+                why="FSDP1 reduces the gradients of an FSDP unit in its own backward only",
+                fix="fsdp_version=2, or GradientAccumulationPlugin(sync_each_batch=True)",
+            )
+        super().prepare_gradient_for_optim()
 
 
 @dataclass(frozen=True)
@@ -268,9 +324,7 @@ class FSDP1Wrapper:
                 use_orig_params=bool(plugin.use_orig_params),
             )
         if (handle := unit._handle) is not None:
-            handle.prepare_gradient_for_backward = partial(
-                _prepare_backward, handle, handle.prepare_gradient_for_backward
-            )
+            handle.__class__ = FlatParamHandle
         return unit
 
     @torch.no_grad()
@@ -303,26 +357,6 @@ class FSDP1Wrapper:
         if not self.plugin.sync_module_states:
             _check_equal_weights(t for key, t in tensors.items() if key not in unwritten)
         return [(m, name) for m, table in tables for name, t in table.items() if id(t) in unwritten]
-
-
-def _prepare_backward(handle: Any, prepare: Callable[[], None]) -> None:
-    """Call torch's ``prepare`` of a unit; refuse a second backward through its last forward.
-
-    torch reduces gradients, and frees the unsharded parameters, in the first one.
-    """
-    flat = handle.flat_param
-    if flat.requires_grad and not hasattr(flat, "_post_backward_hook_state"):
-        raise PrepareError(
-            "a second backward through one forward of a model under FSDP1",
-            why="torch reduces the gradients of a unit once for each forward; torch.autograd.grad counts too",
-            fix="fsdp_version=2, or add the losses and run one backward",
-        )
-    prepare()
-    # torch notes which gradients were cleared until the next reduction: NO_SHARD would drop one that a
-    # window accumulates before, of a parameter that was frozen or cleared alone.
-    for index, parameter in enumerate(flat._params or ()):
-        if parameter.requires_grad:
-            flat._is_grad_none_mask[index] = False
 
 
 def warn_of_hooks(model: nn.Module) -> None:

@@ -228,7 +228,9 @@ def _offload_status(option: RequestedOption, plugin: Any, models: Sequence[nn.Mo
     parts = [part for part in _units(models) if part._handle is not None]
     if all(part.compute_device.type == "cpu" for part in parts):
         return option.report_applied("the processes compute on the host, where parameters are anyway")
-    host_parts = [part for part in parts if part._handle.flat_param._local_shard.device.type == "cpu"]
+    flats = [part._handle.flat_param for part in parts]
+    # Before the first forward the flat parameter itself is the shard.
+    host_parts = [flat for flat in flats if getattr(flat, "_local_shard", flat).device.type == "cpu"]
     return option.report_count(
         len(host_parts), len(parts), "units are on the host", "others are on the device"
     )
