@@ -135,11 +135,19 @@ class FlatParam:
         if self.is_sharded and self.is_gathered:
             _reshard(self.owner, self.handle, True)
 
-    def gradient(self) -> torch.Tensor | None:
-        """Return the accumulated gradient: this rank's piece, or the unsharded and unreduced one."""
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the accumulated gradients: this rank's piece, the unsharded and unreduced one, or both."""
         # Gradients of the user's parameters may have been dropped; torch takes that over when it computes.
         self.handle._reset_flat_param_grad_info_if_needed()
-        return self.flat.grad
+        # Torch puts the piece aside while a window accumulates.
+        gradients = (self.flat.grad, getattr(self.flat, "_saved_grad_shard", None))
+        return [gradient for gradient in gradients if gradient is not None]
+
+    def clear_gradients(self) -> None:
+        """Clear the accumulated gradients."""
+        vars(self.flat).pop("_saved_grad_shard", None)
+        for parameter in (self.flat, *self.parameters):
+            parameter.grad = None
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:

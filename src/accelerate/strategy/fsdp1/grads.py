@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -34,16 +35,14 @@ def local_gradients(flat_params: Iterable[FlatParam], wanted: Iterable[torch.Ten
             continue
         for parameter in parameters:
             left.pop(parameter, None)
-        gradient = unit.gradient()
-        if gradient is None:
-            continue
         # A flat gradient has values for frozen parameters too, which nobody uses.
         trained = [is_hit and p.requires_grad for is_hit, p in zip(hit, parameters, strict=True)]
-        if all(trained):
-            gradients.append(gradient)
-        else:
-            pairs = zip(trained, unit.slots, strict=True)
-            gradients += [_param_grad(unit, slot, gradient) for is_trained, slot in pairs if is_trained]
+        for gradient in unit.gradients():
+            if all(trained):
+                gradients.append(gradient)
+            else:
+                pairs = zip(trained, unit.slots, strict=True)
+                gradients += [_param_grad(unit, slot, gradient) for is_trained, slot in pairs if is_trained]
     return gradients + [local_grad(p.grad) for p in left if p.grad is not None]
 
 
@@ -58,21 +57,19 @@ def gradient_pieces(wrapped_model: FSDP1WrappedModel, ranks: int) -> dict[str, l
     pieces: dict[str, list[GradientPiece]] = {}
     in_units = set[str]()
     for unit in wrapped_model.flat_params:
-        gradient = unit.gradient()
-        for slot in unit.slots:
-            in_units.update(slot.names)
-            if gradient is None:
-                continue
+        in_units.update(name for slot in unit.slots for name in slot.names)
+        for gradient, slot in product(unit.gradients(), unit.slots):
             part = _param_grad(unit, slot, gradient)
+            held = pieces.setdefault(slot.names[0], [])
             if gradient.shape == unit.flat._unpadded_unsharded_size:
-                pieces[slot.names[0]] = [whole_piece(part, ranks)]
+                held.append(whole_piece(part, ranks))
             elif part.numel():
                 start = unit.local_range(slot)[0]
-                pieces[slot.names[0]] = [GradientPiece(part.detach(), tuple(slot.shape), (start,), 0)]
+                held.append(GradientPiece(part.detach(), tuple(slot.shape), (start,), 0))
     for name, parameter in wrapped_model.parameters():
         if name not in in_units and parameter.grad is not None:
             pieces[name] = sharded_pieces(parameter.grad, ranks)
-    return pieces
+    return {name: held for name, held in pieces.items() if held}
 
 
 @torch.no_grad()
@@ -106,11 +103,8 @@ def clear_gradients(flat_params: Iterable[FlatParam], wanted: Iterable[torch.Ten
     """Clear the gradients of ``wanted``, also unreduced ones that an optimizer does not see."""
     left = set(wanted)
     for unit in flat_params:
-        parameters = unit.parameters
-        if left.issuperset(p for p in parameters if p.requires_grad):
-            unit.flat.grad = None
-            for parameter in parameters:
-                parameter.grad = None
+        if left.issuperset(p for p in unit.parameters if p.requires_grad):
+            unit.clear_gradients()
 
 
 @torch.no_grad()
