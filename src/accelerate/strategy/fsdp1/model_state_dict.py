@@ -168,7 +168,8 @@ class FSDP1WrappedModel:
             module_state = distribute_leaves({n: v for n, v in state.items() if n.startswith(prefix)}, like)
             lacks: list[str] = []
             metadata = dict(versions.get(prefix[:-1], {}))
-            module._load_from_state_dict(module_state, prefix, metadata, False, lacks, [], wrong)
+            # Torch lists what is missing only where it is told to be strict.
+            module._load_from_state_dict(module_state, prefix, metadata, True, lacks, [], wrong)
             missing += [n for n in lacks if n not in wrapped and n != f"{prefix}{_FLAT}"]
             names = {*module._parameters, *module._buffers, "_extra_state"}
             used_names |= {n for n in module_state if n[len(prefix) :] in names}
