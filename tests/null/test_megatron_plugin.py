@@ -437,6 +437,22 @@ def test_what_would_map_only_nearly_is_refused(kind: str, values: dict[str, Any]
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_rotary_positions_in_the_fields_of_transformers_4_count(kind: str, key: str) -> None:
+    scaling = {key: kind, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = SimpleNamespace(
+        model_type="llama", vocab_size=16, max_position_embeddings=32, tie_word_embeddings=False,
+        rope_theta=500000.0, rope_scaling=scaling | {"original_max_position_embeddings": 8192},
+    )  # fmt: skip
+    if kind == "llama3":
+        arguments = FAMILIES["llama"].model(config)
+        assert (arguments["rotary_base"], arguments["rope_scaling_factor"]) == (500000, 8.0)
+        config.rope_theta, kind = 500000.5, "a base of 500000.5"
+    with pytest.raises(PrepareError, match=f"rotary positions are {kind}"):
+        FAMILIES["llama"].model(config)
+
+
 def _mapped(family: Any, config: Any) -> Any:
     return family.transformer(config), family.model(config)
 

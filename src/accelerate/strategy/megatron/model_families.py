@@ -316,10 +316,12 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 
 
 def _rope_arguments(config: Any) -> dict[str, Any]:
-    rope_config = dict(getattr(config, "rope_parameters", None) or {})
-    kind, base = rope_config.get("rope_type", "default"), rope_config.get("rope_theta")
-    rules: dict[str, Any] = {"rotary_base": int(base or getattr(config, "rope_theta", 10000))}
-    if base is not None and base != int(base):
+    # Before version 5 of transformers, scaling and base were two fields, and older files say ``type``.
+    rope_config = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope_config.get("rope_type", rope_config.get("type", "default"))
+    base = rope_config.get("rope_theta") or getattr(config, "rope_theta", 10000)
+    rules: dict[str, Any] = {"rotary_base": int(base)}
+    if base != int(base):
         kind = f"a base of {base}"
     elif kind == "llama3" and all(rope_config.get(name) == value for name, value in _LLAMA3_ROPE.items()):
         return rules | {"rope_scaling": True, "rope_scaling_factor": rope_config["factor"]}
