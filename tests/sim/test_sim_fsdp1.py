@@ -157,3 +157,34 @@ def test_an_open_window_of_offloaded_gradients_goes_on(ranks: RankServer, tmp_pa
     """torch dropped what a checkpoint had put back on the host."""
     for expected, found_again in same_on_all(ranks(2, resumed, str(tmp_path))):
         assert found_again == pytest.approx(expected, abs=1e-6)
+
+
+# --- memory
+
+
+def prepared_bytes(original: bool, offload: bool) -> tuple[float, float]:
+    """What ``prepare`` leaves on the device, and its peak there, in layers."""
+    options = {
+        "use_orig_params": original,
+        "cpu_offload": offload,
+        "transformer_cls_names_to_wrap": ["Linear"],
+    }
+    accelerator, memory = accelerator_of({**LAYERS, **options}), torch.get_device_module("sim")
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))
+    before, layer = memory.memory_allocated(), 256 * 256 * 4
+    memory.reset_peak_memory_stats()
+    with host_data():
+        model = accelerator.prepare(model)
+    return tuple((size() - before) / layer for size in (memory.memory_allocated, memory.max_memory_allocated))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("original", [False, True])
+def test_prepare_has_one_whole_layer_in_memory_at_a_time(
+    ranks: RankServer, original: bool, offload: bool
+) -> None:
+    """Flat parameters kept the whole model in memory meanwhile, offloaded ones their shards for ever."""
+    after, peak = same_on_all(ranks(2, prepared_bytes, original, offload))
+    shards = 0 if offload else 8
+    assert after == pytest.approx(shards, abs=0.1)
+    assert peak < shards + 3

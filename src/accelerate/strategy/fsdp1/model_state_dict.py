@@ -61,7 +61,8 @@ class FSDP1WrappedModel:
         return self.order.get(name, len(self.order))
 
     def _stand_in(self, unit: FlatParam, shape: torch.Size) -> torch.Tensor:
-        scalar = torch.empty((), dtype=unit.flat.dtype, device=unit.flat.device)
+        # On the device of the mesh, to which from_local would copy each element of one on the host.
+        scalar = torch.empty((), dtype=unit.flat.dtype, device=unit.handle.device)
         if not unit.is_sharded:
             return scalar.expand(shape)
         size, place = self.mesh.size(-1), self.mesh.get_local_rank(-1)

@@ -275,7 +275,8 @@ class FSDP1Wrapper:
             if not plugin.use_orig_params:
                 # Optimizers may still hold them: their memory is freed now, not when these are remapped.
                 for parameter in parameters:
-                    parameter.data = parameter.data.new_empty(0)
+                    for each in (parameter, materialized.get(parameter, parameter)):
+                        each.data = each.data.new_empty(0)
             for parent, name in parents.get(part, ()):
                 parent._modules[name] = wrapped
         wrapped_model = FSDP1WrappedModel(wrapped, self.mesh, order, formats)
