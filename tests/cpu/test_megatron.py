@@ -196,6 +196,8 @@ def in_all_layouts(folder: str) -> dict[Any, Any]:
     """One program after another, in processes that have imported the engine once."""
     from megatron.core import parallel_state
 
+    from tests.support.megatron import dropout_streams
+
     found: dict[Any, Any] = {"plain": plain_numbers()}
     for name, options in LAYOUTS.items():
         for kind in MODELS:
@@ -205,6 +207,8 @@ def in_all_layouts(folder: str) -> dict[Any, Any]:
             found["bf16"] = trained("llama", 2, 1, "bf16", **options)
             found["eval"] = evaluated(options)
             found["dropout"] = with_dropout(folder, options)
+        if name == "pp":
+            found["streams"] = dropout_streams(accelerator_of(**options).strategy.layout)
         if name == "sharded":
             found["elsewhere"] = continued(folder, options)
             found["means"] = means()
@@ -490,6 +494,15 @@ def test_dropout_is_equal_on_ranks_that_share_layers(runs: Any) -> None:
     assert len(first) > 4
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert (one["attention"].item(), two["attention"].item()) == (0, 1)
+
+
+def test_stages_drop_elements_of_their_own(runs: Any) -> None:
+    """Each layer of a stage had the masks of a layer of the first stage, in every micro-batch."""
+    (first, one, kept), (second, two, kept_too) = (run["streams"] for run in runs)
+    assert (first, second) == ([3], [103])
+    assert not set(one) & set(two)
+    assert kept
+    assert kept_too
 
 
 def test_a_run_in_two_parts_is_the_run_in_one(runs: Any) -> None:

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 _TYPES = {
@@ -64,6 +65,26 @@ def on_cpu() -> None:
     from accelerate.strategy.megatron import layout
 
     layout.DEVICE_TYPE = "cpu"
+
+
+def dropout_streams(layout: Any) -> tuple[list[int], list[float], bool]:
+    """After equal seeds: that of attention's dropout, draws of other dropout, whether a resume keeps it."""
+    from megatron.core import tensor_parallel
+
+    from accelerate.strategy.megatron import layout as rooms
+
+    seeds: list[int] = []
+    cpu = rooms.devices.get("cpu")
+    torch.manual_seed(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_parallel, "model_parallel_cuda_manual_seed", seeds.append)
+        patch.setattr(rooms.devices, "get", lambda kind: cpu)
+        rooms.seed_dropout(torch.device("cuda", 0), layout)
+    rooms.share_rng_state(torch.device("cpu"), layout)
+    state = torch.get_rng_state()
+    rooms.share_rng_state(torch.device("cpu"), layout)
+    is_kept = torch.equal(state, torch.get_rng_state())
+    return seeds, torch.rand(3).tolist(), is_kept
 
 
 def _nothing(name: str) -> Callable[..., None]:

@@ -151,23 +151,21 @@ def _check_same(layout: MegatronLayout) -> None:
         )
 
 
-def _broadcast_tp(value: Any, layout: MegatronLayout) -> Any:
-    """Return the value of the first rank of the tensor parallel group."""
-    from megatron.core import parallel_state
-
-    if layout.tp == 1:
-        return value
-    group: Any = parallel_state.get_tensor_model_parallel_group()
+def _broadcast_first(value: Any, group: Any) -> Any:
+    """Return the value of the first rank of a group."""
     values = [value]
-    dist.broadcast_object_list(values, dist.get_global_rank(group, 0), group)
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(values, dist.get_global_rank(group, 0), group)
     return values[0]
 
 
 def seed_dropout(device: torch.device, layout: MegatronLayout) -> None:
     """Seed the dropout of attention, whose states checkpoints hold then; the program's RNG state stays."""
-    from megatron.core import tensor_parallel
+    from megatron.core import parallel_state, tensor_parallel
 
-    seed = _broadcast_tp(torch.initial_seed() % 2**31, layout)
+    seed = _broadcast_first(torch.initial_seed(), parallel_state.get_tensor_model_parallel_group())
+    # As Megatron-LM's training script does: with equal seeds, stages drop the same elements in their layers.
+    seed = (seed + 100 * layout.pp_rank) % 2**31
     if device.type != "cpu":
         hardware = devices.get(device.type)
         before = hardware.get_rng_state(device.index)
@@ -178,10 +176,19 @@ def seed_dropout(device: torch.device, layout: MegatronLayout) -> None:
 
 
 def share_rng_state(device: torch.device, layout: MegatronLayout) -> None:
-    """Give all ranks of a tensor parallel group the RNG state of the first one.
+    """Give all ranks of a tensor parallel group the RNG state of the first one, and each stage its own.
 
     Other dropout draws from the program's own stream, on replicated activations: with other numbers the
     replicas would drift apart. All draw equally often: once, before the first training step, is enough.
+    Resumed stages have states of their own already.
     """
+    from megatron.core import parallel_state
+
     hardware = devices.get(device.type)
-    hardware.set_rng_state(_broadcast_tp(hardware.get_rng_state(device.index), layout), device.index)
+    state = hardware.get_rng_state(device.index)
+    first_stage = _broadcast_first(state, parallel_state.get_pipeline_model_parallel_group())
+    if layout.pp_rank and torch.equal(state, first_stage):
+        hardware.seed(int(torch.randint(2**31, (), device=device)) + 100 * layout.pp_rank)
+        state = hardware.get_rng_state(device.index)
+    state = _broadcast_first(state, parallel_state.get_tensor_model_parallel_group())
+    hardware.set_rng_state(state, device.index)
