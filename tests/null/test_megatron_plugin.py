@@ -303,6 +303,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"pipeline_model_parallel_split_rank": 1}, "an encoder and a decoder"),
     ({"custom_model_provider_function": print}, "by the user's names"),
     ({"custom_megatron_datasets_provider_function": print}, "Megatron-LM's repository"),
+    ({"megatron_dataset_flag": True}, "Megatron-LM's own datasets"),
     ({"sequence_parallelism": True}, "without tensor parallelism"),
     ({"sequence_parallelism": True, "tp_degree": 2}, "Apex's or TransformerEngine's"),
     ({"num_micro_batches": 0}, "1 to 1000000"),

@@ -38,7 +38,8 @@ class MegatronLMPlugin(MegatronSettings):
         custom_prepare_model_function: changes Megatron-LM's model before it is wrapped.
         custom_get_batch_function, custom_loss_function: in place of those of ``GPTTrainStep``.
         custom_model_provider_function, custom_megatron_datasets_provider_function: refused.
-        megatron_dataset_flag: batches are those of Megatron-LM's own datasets, with a key ``text``.
+        megatron_dataset_flag: batches are those of Megatron-LM's own datasets: refused, unless
+            ``custom_get_batch_function`` reads them.
         other_megatron_args: further arguments of Megatron-LM's ``TransformerConfig``.
     """
 
@@ -277,6 +278,12 @@ def check_options(plugin: MegatronLMPlugin, precision: str) -> None:
         if is_unsupported(value):
             shown = value if isinstance(value, str) else getattr(value, "__name__", repr(value))
             raise SettingError(f"Megatron-LM with {name}={shown} does not work", why=reason, fix=fix)
+    if plugin.megatron_dataset_flag and plugin.custom_get_batch_function is None:
+        raise SettingError(
+            "megatron_dataset_flag=True without a custom_get_batch_function",
+            why="Megatron-LM's own datasets lie in its repository, and not in the package megatron-core",
+            fix="leave it out, and prepare a DataLoader whose batches have input_ids and labels",
+        )
     if plugin.sequence_parallelism:
         _check_sequence_parallel(plugin)
     if precision not in ("no", "bf16"):

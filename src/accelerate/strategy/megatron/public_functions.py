@@ -159,6 +159,5 @@ def _no_datasets_error() -> FeatureNotBuiltError:
     return FeatureNotBuiltError(
         "Megatron-LM's own datasets cannot be read",
         why=_SCRIPT,
-        fix="prepare a DataLoader; with MegatronLMPlugin(megatron_dataset_flag=True) its batches may have "
-        "the key text, with one token more than is computed",
+        fix="prepare a DataLoader whose batches have input_ids and labels",
     )

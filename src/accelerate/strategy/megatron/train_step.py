@@ -77,23 +77,14 @@ class GPTTrainStep(AbstractTrainStep):
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[[Iterator[Any]], Any]:
         """Return a function that reads tokens, labels, loss mask, attention mask and positions."""
-        custom = self.plugin.custom_get_batch_function
-        return self._indexed_batch if megatron_dataset_flag and custom is None else custom or self._batch
-
-    def _indexed_batch(self, iterator: Iterator[Any]) -> Any:
-        """Read a batch of Megatron-LM's own datasets: ``text`` has one token more than is computed."""
-        text = next(iterator)["text"].long()
-        return self._model_inputs(text[:, :-1], text[:, 1:], None, None)
+        return self.plugin.custom_get_batch_function or self._batch
 
     def _batch(self, iterator: Iterator[Any]) -> Any:
         batch: Mapping[str, torch.Tensor] = next(iterator)
-        tokens, labels = batch["input_ids"], batch.get("labels")
+        tokens, labels, positions = batch["input_ids"], batch.get("labels"), batch.get("position_ids")
         if labels is not None:
             # The label of a token is the next one; the last has none.
             labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        return self._model_inputs(tokens, labels, batch.get("attention_mask"), batch.get("position_ids"))
-
-    def _model_inputs(self, tokens: Any, labels: Any, kept: Any, positions: Any) -> Any:
         order = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         if positions is not None and self.args.rotary and not torch.equal(positions.expand_as(order), order):
             raise PrepareError(
@@ -105,7 +96,8 @@ class GPTTrainStep(AbstractTrainStep):
         if mask is not None and self.eod_mask_loss:
             mask = mask & (tokens != self.eod_token)
         labels = None if labels is None else labels.clamp(min=0)
-        return tokens, labels, mask, _attention_mask(kept, tokens), order if positions is None else positions
+        hidden = _attention_mask(batch.get("attention_mask"), tokens)
+        return tokens, labels, mask, hidden, order if positions is None else positions
 
     def get_forward_step_func(self) -> Callable[[Iterator[Any], Any], Any]:
         """Return the forward step: the last stage returns a loss per token, or logits without labels."""
