@@ -688,13 +688,16 @@ def refused() -> dict[str, tuple[str, str]]:
     optimizer.step()
     accelerator.free_memory()
     found["schedule"] = stand_in(accelerator)
+    fused = accelerator_of(other_megatron_args={"bias_dropout_fusion": True}).prepare(llama())
+    found["fused"] = type(fused).__name__, str(fused.module_config.bias_dropout_fusion)
 
-    def again(change: Any) -> Any:
+    def again(change: Any, **options: Any) -> Any:
         other = llama()
-        return lambda: accelerator_of().prepare(other, change(other) or optimizer_of(other))
+        return lambda: accelerator_of(**options).prepare(other, change(other) or optimizer_of(other))
 
     tried("kind", lambda: accelerator_of().prepare(nn.Linear(2, 2)))
     tried("groups", again(_key_apart))
+    tried("given", again(optimizer_of, other_megatron_args={"layernorm_epsilon": 1e-5, "bf16": True}))
     tried("frozen", again(lambda m: m.model.layers[0].self_attn.k_proj.requires_grad_(False) and None))
     tried("foreign", lambda: accelerator_of().prepare(llama(), optimizer_of(llama())))
     tried("degrees", lambda: accelerator_of(tp_degree=2))
@@ -768,6 +771,7 @@ REFUSED = {
     "second model": "several models for Megatron-LM",
     "kind": "Megatron-LM cannot train a Linear",
     "groups": "are in different groups of the optimizer",
+    "given": "other_megatron_args gives bf16, layernorm_epsilon once more",
     "frozen": "are frozen, and some are trained",
     "foreign": "parameters of no model in this prepare",
     "degrees": "tp_degree=2 times pp_degree=1 is 2, which does not divide 1 processes",
@@ -777,6 +781,7 @@ REFUSED = {
 def test_mistakes_are_told_in_words(single: Any) -> None:
     found = dict(single[1])
     assert found.pop("type") == ("MEGATRON_LM", "MegatronLMOptimizerWrapper")
+    assert found.pop("fused") == ("MegatronEngine", "True")
     assert found.pop("schedule") == ("LambdaLR", "[0.0, 0.01, 0.006667]")
     assert found.keys() == REFUSED.keys()
     for name, words in REFUSED.items():

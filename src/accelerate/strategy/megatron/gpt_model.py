@@ -39,26 +39,24 @@ def transformer_config(
     attention = plugin.explicit_value("attention_dropout")
     if attention is not None:
         values["attention_dropout"] = attention
+    values |= _recompute_options(plugin)
+    values |= {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "sequence_parallel": bool(plugin.sequence_parallelism),
+        "num_layers_in_last_pipeline_stage": plugin.decoder_last_pipeline_num_layers,
+        "attention_softmax_in_fp32": bool(plugin.attention_softmax_in_fp32),
+        "calculate_per_token_loss": plugin.weighs_tokens,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "perform_initialization": False,
+        "use_cpu_initialization": device.type == "cpu",
+    }
     # Fused kernels want packages of the vendor's, or a device; none changes a result.
     fusions = ("gradient_accumulation_fusion", "bias_dropout_fusion", "masked_softmax_fusion")
     fusions += ("persist_layer_norm", "bias_activation_fusion", "apply_rope_fusion")
-    values |= dict.fromkeys(fusions, False)
-    values |= _recompute_options(plugin)
-    return TransformerConfig(
-        **values,
-        **_other_arguments(plugin),
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        sequence_parallel=bool(plugin.sequence_parallelism),
-        num_layers_in_last_pipeline_stage=plugin.decoder_last_pipeline_num_layers,
-        attention_softmax_in_fp32=bool(plugin.attention_softmax_in_fp32),
-        calculate_per_token_loss=plugin.weighs_tokens,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        perform_initialization=False,
-        use_cpu_initialization=device.type == "cpu",
-    )
+    return TransformerConfig(**values, **dict.fromkeys(fusions, False) | _other_arguments(plugin, values))
 
 
 def _check_divides(values: Mapping[str, Any], layout: MegatronLayout) -> None:
@@ -91,8 +89,12 @@ def _recompute_options(plugin: MegatronLMPlugin) -> dict[str, Any]:
     }
 
 
-def _other_arguments(plugin: MegatronLMPlugin) -> dict[str, Any]:
-    """Return ``other_megatron_args``, checked against the fields of ``TransformerConfig``."""
+def _other_arguments(plugin: MegatronLMPlugin, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``other_megatron_args``, checked against the fields of ``TransformerConfig``.
+
+    Raises:
+        SettingError: it has no such field, or ``values`` has it already.
+    """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     arguments = dict(plugin.other_megatron_args or {})
@@ -102,6 +104,12 @@ def _other_arguments(plugin: MegatronLMPlugin) -> dict[str, Any]:
         raise SettingError(
             f"Megatron-LM's TransformerConfig does not know {', '.join(unknown)} of other_megatron_args",
             why="the arguments of Megatron-LM's own training script are not those of its library",
+        )
+    if given := sorted(values.keys() & arguments):
+        raise SettingError(
+            f"other_megatron_args gives {', '.join(given)} once more",
+            why="the user's model, mixed_precision, or a field of MegatronLMPlugin says it already",
+            fix="change it there",
         )
     return arguments
 
