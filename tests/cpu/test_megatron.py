@@ -680,7 +680,7 @@ def refused() -> dict[str, tuple[str, str]]:
     tried("scaled", lambda: accelerator.backward(model(**batch).loss * 2))
     tried("twice", lambda: model(**batch))
     optimizer.zero_grad()
-    accelerator.backward(model(**batch).loss)
+    accelerator.backward(model(**{"position_ids": None, **batch}).loss)
     tried("some", lambda: accelerator.clip_grad_norm_(list(model.parameters())[:2], 1.0))
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     tried("after clipping", lambda: model(**batch))

@@ -163,7 +163,7 @@ class MegatronEngine(nn.Module):
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         iterator = self.get_batch_data_iterator(batch)
-        rows, length = next(iter(batch.values())).shape[:2]
+        rows, length = next(value for value in batch.values() if value is not None).shape[:2]
         reports: list[Mapping[str, Any]] = get_forward_backward_func()(
             forward_step_func=self.train_step_handler.forward_step,
             data_iterator=iterator,
