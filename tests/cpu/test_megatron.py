@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -209,11 +210,27 @@ def in_all_layouts(folder: str) -> dict[Any, Any]:
             found["dropout"] = with_dropout(folder, options)
         if name == "pp":
             found["streams"] = dropout_streams(accelerator_of(**options).strategy.layout)
+            found["frozen"] = frozen_stage(options)
         if name == "sharded":
             found["elsewhere"] = continued(folder, options)
             found["means"] = means()
         parallel_state.destroy_model_parallel()
     return found
+
+
+def frozen_stage(options: dict[str, Any]) -> list[float]:
+    """Norms of the gradients of a model whose first stage trains nothing."""
+    accelerator, model = accelerator_of(**options), llama()
+    for part in (model.model.embed_tokens, model.model.layers[0]):
+        part.requires_grad_(False)
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    batch = next(iter(DataLoader(samples(1), batch_size=ROWS)))  # type: ignore[arg-type]
+    norms = []
+    for kind in (2.0, math.inf, 1.0):
+        accelerator.backward(model(**batch).loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0, kind)))
+        optimizer.zero_grad()
+    return norms
 
 
 def with_dropout(folder: str, options: dict[str, Any]) -> tuple[State, Any]:
@@ -503,6 +520,13 @@ def test_stages_drop_elements_of_their_own(runs: Any) -> None:
     assert not set(one) & set(two)
     assert kept
     assert kept_too
+
+
+def test_norms_of_any_kind_count_on_a_stage_that_trains_nothing(runs: Any) -> None:
+    """It ended in an error inside of the norm, and the other stages waited for it."""
+    one, other = (run["frozen"] for run in runs)
+    assert one == other
+    assert 0 < one[1] < one[0] < one[2]
 
 
 def test_a_run_in_two_parts_is_the_run_in_one(runs: Any) -> None:

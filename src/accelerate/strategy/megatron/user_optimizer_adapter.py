@@ -157,9 +157,11 @@ class MegatronOptimizerStepper:
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 
         self.finish_gradients()
+        grads = self.megatron_optimizer.get_main_grads_for_grad_norm()
         norm = float(
             get_grad_norm_fp32(
-                self.megatron_optimizer.get_main_grads_for_grad_norm(),
+                # A stage may train nothing, which Megatron-LM expects for the norm 2 alone.
+                grads or [torch.zeros(1, device=self.engine.device)],
                 norm_type=kind,
                 grad_stats_parallel_group=self.megatron_optimizer.get_grad_stats_parallel_group(),
             )
