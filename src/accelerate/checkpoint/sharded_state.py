@@ -187,7 +187,7 @@ class ShardedModelState(_ShardedState):
         return {self.only[name]: value for name, value in state.items() if name in self.only}
 
     def prepare_load(self, folder: Path, context: CheckpointLoadContext, /) -> Callable[[], Any]:
-        """Prepare the load, see ``ShardedState``. They are read into the model's own memory, if possible."""
+        """Prepare the load, see ``ShardedState``, into the memory that the model has, if possible."""
         shards = ShardFolderReader(folder, trusted=context.trusted)
         state, ties = self._state(), _find_ties(self.module)
         entries = entries_by_model_name(shards, state)
