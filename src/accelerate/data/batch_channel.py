@@ -458,7 +458,13 @@ class BatchReceiver:
 
     def _post(self, buffer_size: int) -> None:
         block = torch.empty(buffer_size, dtype=torch.uint8, device="cpu", pin_memory=self.pin)
-        self._pending = _PendingTransfer(self.channel.group.recv([block], 0, self.loop_number), block)
+        try:
+            work = self.channel.group.recv([block], 0, self.loop_number)
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank 0 is gone: no batch of {self.name} can be received", why=str(error).splitlines()[0]
+            ) from error
+        self._pending = _PendingTransfer(work, block)
 
     def close(self) -> None:
         """Close the loop; the channel keeps the buffer that rank 0 may still write into."""
