@@ -382,7 +382,7 @@ def test_a_rank_that_ends_after_the_commit_leaves_no_other_in_doubt(
     ranks: RankServer, tmp_path: Path
 ) -> None:
     with pytest.raises(RanksError) as caught:
-        ranks(2, leaves_at_once, f"{tmp_path}/a")
+        ranks(2, leaves_at_once, f"{tmp_path}/a", grace=30)
     assert [outcome.status for outcome in caught.value.outcomes] == ["died", "returned"]
     assert pickle.loads(caught.value.outcomes[1].value or b"") == f"{tmp_path}/a"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import tempfile
 from collections.abc import Generator
@@ -228,8 +229,11 @@ def test_a_killed_rank_loses_nothing(ranks: RankServer, objects: Objects, victim
     """D1, with SIGKILL; the next save succeeds and clears what was left."""
     url = f"{objects.url}/c"
     ranks(2, save_here, url)
-    ends = ranks.outcomes(2, save_and_die, url, victim, at)
+    ends = ranks.outcomes(2, save_and_die, url, victim, at, grace=30)
     assert "SIGKILL" in ends[victim].message
+    peer = ends[1 - victim]
+    assert peer.status == "returned", peer
+    assert "gone" in pickle.loads(peer.value or b"")
     # Rank 0 puts the lock, model, optimizer, random states, the inner manifest, then the one that commits.
     assert value_at(url) == ((5, 6.0) if victim == 0 and at > 6 else (3, 4.0))
     ranks(2, save_here, url)

@@ -753,7 +753,7 @@ def lose_peer_while_the_group_opens() -> None:
 
 def test_a_peer_that_is_gone_while_the_group_opens_is_named(ranks: RankServer) -> None:
     """C3: a rank that has opened the group may fail before the others have."""
-    for outcome in ranks.outcomes(2, lose_peer_while_the_group_opens):
+    for outcome in ranks.outcomes(2, lose_peer_while_the_group_opens, grace=30):
         assert issubclass(getattr(errors, outcome.kind, object), CollectiveError), outcome
         assert "is gone while rank" in outcome.message
 

@@ -286,7 +286,7 @@ def test_parts_of_a_state_are_no_file_of_their_own(
 ) -> None:
     """D3: ``model.state_dict()`` of a sharded model is refused as a whole state."""
     with pytest.raises(RanksError) as caught:
-        ranks(2, kept_apart, case, str(tmp_path))
+        ranks(2, kept_apart, case, str(tmp_path), grace=30)
     first = caught.value.outcomes[0]
     assert first.kind == kind, str(first)
     assert words in first.message

@@ -382,8 +382,11 @@ def test_a_rank_that_is_killed_leaves_the_checkpoint_before(
     folder = str(tmp_path / "c")
     ranks(2, part, "fsdp", 0, "", folder)
     before = ranks(2, part, "fsdp", 3, folder)
-    ends = ranks.outcomes(2, save_and_die, folder, victim, after)
+    ends = ranks.outcomes(2, save_and_die, folder, victim, after, grace=30)
     assert "SIGKILL" in ends[victim].message
+    peer = ends[1 - victim]
+    assert peer.status == "raised", peer
+    assert "gone" in peer.message, peer
     assert ranks(2, part, "fsdp", 3, folder) == before
     ranks(2, part, "fsdp", 0, "", folder)
     assert os.listdir(tmp_path) == ["c"]

@@ -121,6 +121,7 @@ class RankServer:
         timeout: float = 60,
         env: Mapping[str, object | None] | None = None,
         devices: Sequence[str] | None = None,
+        grace: float = GRACE,
     ) -> list[T]:
         """What ``function(*args)`` returned on each of ``n`` ranks, in rank order.
 
@@ -131,12 +132,13 @@ class RankServer:
             timeout: seconds until every rank is stopped and its stacks are shown.
             env: more variables for every rank; None removes one.
             devices: the torch device of each rank; None hides accelerators from the ranks.
+            grace: seconds the others may go on after a rank has failed.
 
         Raises:
             RanksError: a rank raised, died, hung, or returned what cannot be pickled.
         """
         __tracebackhide__ = True
-        outcomes = self.outcomes(n, function, *args, timeout=timeout, env=env, devices=devices)
+        outcomes = self.outcomes(n, function, *args, timeout=timeout, env=env, devices=devices, grace=grace)
         bad = [o for o in outcomes if o.status != "returned"]
         if bad:
             raise RanksError(_summary(bad, n, timeout), outcomes)
@@ -150,12 +152,12 @@ class RankServer:
         timeout: float = 60,
         env: Mapping[str, object | None] | None = None,
         devices: Sequence[str] | None = None,
-        grace: float = GRACE,
+        grace: float | None = None,
     ) -> list[Outcome]:
         """Like a call, but tells how each rank ended instead of raising.
 
         A test that reads what the others answer to a failure gives them the time of a busy machine:
-        ``grace`` seconds.
+        ``grace`` seconds. Without it a rank that has to be stopped is an error: it was left waiting.
         """
         folder = tempfile.mkdtemp(dir=self._folder)
         try:
@@ -163,12 +165,15 @@ class RankServer:
             module = _test_module()
             preload = tuple(getattr(sys.modules.get(module), "PRELOAD", ()))
             job = Job(
-                call, module, preload, environments, list(sys.path), os.getcwd(), folder, timeout, grace
+                *(call, module, preload, environments, list(sys.path), os.getcwd(), folder, timeout),
+                grace=GRACE if grace is None else grace,
             )
             ended = self._ask(job)
             outcomes = [_outcome(folder, rank, end, job) for rank, end in enumerate(ended)]
             if any(FSDP2_OF_TORCH_2_6.search(each.message + each.output) for each in outcomes):
                 pytest.skip("FSDP2 of torch 2.6 on a CPU")
+            if grace is None and any(each.status == "stopped" for each in outcomes):
+                raise RanksError("a rank was stopped: say how long it may go on (grace)", outcomes)
             return outcomes
         finally:
             shutil.rmtree(folder, ignore_errors=True)
