@@ -544,6 +544,7 @@ def saved(size: str, folder: str) -> None:
     )
     for batch in loader:
         accelerator.backward(loss_of(model, batch), num_items=(targets(batch) != IGNORED).sum())
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
     accelerator.save_state(f"{folder}/state")
@@ -574,8 +575,7 @@ def test_a_checkpoint_goes_on_in_one_process(ranks: RankServer, size: str, tmp_p
     file = load_file(tmp_path / "model" / "model.safetensors")
     for name, value in alone("llama", 2, 1)[2].items():
         assert torch.equal(found[name], file[name])
-        # No norm is clipped here, and there it is: the first step of this optimizer hardly sees it.
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-2)
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
 
 
 # --- refusals
