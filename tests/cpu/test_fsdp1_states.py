@@ -230,25 +230,34 @@ def test_the_functions_of_the_trainer(ranks: RankServer, tmp_path: Path, kind: s
         assert caught.value.causing_kinds() == {"CheckpointError"}
 
 
-def by_own_states(folder: str, kind: str) -> bool:
-    """Save by functions that a program has replaced; they are called in torch's context of the type."""
+def by_own_states(folder: str, kind: str) -> tuple[int, dict[str, bool]]:
+    """Save by a function that a program has replaced; it is called in torch's context of the type."""
     from accelerate.utils import fsdp_utils, load_fsdp_model, save_fsdp_model
 
     accelerator, model, *_ = prepared("1", 0, {"state_dict_type": kind})
     plugin, before = accelerator.state.fsdp_plugin, accelerator.get_state_dict(model)
-    get_state = fsdp_utils._get_model_state_dict
-    fsdp_utils._get_model_state_dict = lambda model, adapter_only=False: get_state(model, adapter_only)
+    get_state, calls = fsdp_utils._get_model_state_dict, []
+
+    def get_changed(model: Any, adapter_only: bool = False) -> dict[str, Any]:
+        calls.append(adapter_only)
+        state = get_state(model, adapter_only)
+        return {name: -value if name == "frozen.bias" else value for name, value in state.items()}
+
+    fsdp_utils._get_model_state_dict = get_changed
     save_fsdp_model(plugin, accelerator, model, folder)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(7)
     load_fsdp_model(plugin, accelerator, model, folder)
-    return all(torch.equal(value, before[name]) for name, value in accelerator.get_state_dict(model).items())
+    after = accelerator.get_state_dict(model)
+    return len(calls), {name: torch.equal(value, before[name]) for name, value in after.items()}
 
 
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 def test_states_that_a_program_gives(ranks: RankServer, tmp_path: Path, kind: str) -> None:
-    assert all(ranks(2, by_own_states, str(tmp_path), kind))
+    (calls, same), (others, _) = ranks(2, by_own_states, str(tmp_path), kind)
+    assert calls == others == (2 if "SHARDED" in kind else 1)
+    assert [name for name in same if not same[name]] == ["frozen.bias"]
     assert os.listdir(tmp_path) == FILES[kind][1:]
 
 
