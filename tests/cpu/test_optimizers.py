@@ -32,6 +32,9 @@ NOT_SHARDED = ("AdaLomo", "Shampoo", "SOAP", "AdamW8bit of bitsandbytes")
 # A replica steps reduced gradients as one process does: the others are replicated in the long run.
 IN_COPIES = ("AdamWScheduleFree", "Lomo", "AdaLomo", OFFLOADED, IN_16_BITS[0], "MasterSGD")
 RATE = 0.01
+# How far float32 may be from one process, where that is more than rounding: Muon computes in bfloat16, and
+# rounding turns the eigenvectors of SOAP.
+NEAR = {"Muon": 1e-3, "SOAP": 2e-2}
 
 
 class MasterSGD(torch.optim.Optimizer):
@@ -169,13 +172,29 @@ def train_all(ways: tuple[str, ...], folder: str) -> dict[str, dict[str, Any]]:
     return results
 
 
+def compare_ranks(first: Any, other: Any) -> None:
+    """All ranks have the losses of rank 0, and its weights where they have any."""
+    if isinstance(first, str):
+        assert other == first
+        return
+    for (losses, weights), (other_losses, other_weights) in zip(first, other, strict=True):
+        assert other_losses == losses
+        if other_weights:
+            same(other_weights, weights, 0.0)
+
+
 @pytest.mark.timeout(600)
 def test_they_train_and_go_on(ranks: RankServer, tmp_path: Path) -> None:
     """A resumed run ends where the other did, to the bit; what cannot be right is refused."""
     launches = {1: ("one process",), 2: ("copies", "shards")}
     results: dict[str, dict[str, Any]] = {}
     for count, ways in launches.items():
-        results |= ranks(count, train_all, ways, str(tmp_path), timeout=280)[0]
+        first, *others = ranks(count, train_all, ways, str(tmp_path), timeout=280)
+        results |= first
+        for other in others:
+            for way, kinds in first.items():
+                for kind, result in kinds.items():
+                    compare_ranks(result, other[way][kind])
     alone = results["one process"]
     refused = {(way, kind): r for way in results for kind, r in results[way].items() if isinstance(r, str)}
     assert refused == {
@@ -194,7 +213,10 @@ def test_they_train_and_go_on(ranks: RankServer, tmp_path: Path) -> None:
         if kind != "AdaLomo":  # its averages are no state, which a save warns of
             assert rest == losses[2:], (way, kind)
             same(end, weights, 0.0)
-        assert losses == pytest.approx(alone[kind][0][0], abs=1e-2), (way, kind)
+        near = 1e-2 if kind in IN_16_BITS else NEAR.get(kind, 1e-5)
+        assert losses == pytest.approx(alone[kind][0][0], abs=near), (way, kind)
+        if kind not in IN_16_BITS:
+            same(weights, alone[kind][0][1], near)
 
 
 def offloaded_and_not(way: str, clip: float) -> list[Any]:
