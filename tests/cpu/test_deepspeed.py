@@ -51,8 +51,16 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @cache
 def alone(window: int, clip: float = 0.5, steps: int = STEPS) -> Numbers:
-    """The plain loop in one process."""
+    """The plain loop in one process, with one thread."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    try:
+        return train_plainly(window, clip, steps)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def train_plainly(window: int, clip: float, steps: int) -> Numbers:
     model = tiny()
     optimizer = adamw(model)
     losses, norms = [], []
