@@ -105,10 +105,13 @@ def test_a_script_of_a_page_ends_as_it_shows(page: str, ranks: RankServer, tmp_p
         path.write_text(block.code, encoding="utf-8")
         if "Traceback" in block.printed:
             done = launch("--cpu", "--num_processes", "2", path=path)
+            assert done.returncode, done.output
             outputs = [done.stdout + done.stderr]
         else:
             env = {"ACCELERATE_USE_CPU": "true"}
             outcomes = ranks.outcomes(2, run_as_interpreter, str(path), env=env, grace=60)
+            end = f"left with exit status {int('Error: ' in block.printed)} before its function returned"
+            assert [outcome.message for outcome in outcomes] == [end] * 2, "\n".join(map(str, outcomes))
             outputs = [outcome.output for outcome in outcomes]
         # Without a launcher torch marks the lines of an error.
         texts = [re.sub(r"(?m)^\[rank\d\]: ", "", output).rstrip("\n") for output in outputs]

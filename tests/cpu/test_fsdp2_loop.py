@@ -502,7 +502,7 @@ def train_spectrum(optimizer_class: Any, is_prepared: bool) -> dict[str, torch.T
         optimizer.step()
         optimizer.zero_grad()
     if is_prepared:
-        assert accelerator.effects is not None
+        assert accelerator.effects()
     return whole(model)
 
 
