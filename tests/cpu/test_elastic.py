@@ -512,7 +512,7 @@ def test_machines_that_are_lost_at_once_are_not_waited_for() -> None:
                 self.script.append((self.machine, {"event": "ended", "result": "called off"}))
 
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented
-    job = {"monitor_interval": 0.1, "machine_timeout": 1.0, "least": 1, "most": 4, "hostname": "host"}
+    job = {"monitor_interval": 0.1, "machine_timeout": 2.5, "least": 1, "most": 4, "hostname": "host"}
     world = {"restarts": 0, "max_restarts": 0, "hosts": ["a", "b", "c", "d"]}
     verdicts = dict[int, Any]()
 

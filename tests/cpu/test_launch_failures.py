@@ -68,7 +68,7 @@ def test_the_exit_code_and_the_last_words_are_the_failing_ranks(
     assert says(result.stderr) == [f"rank 1 of 2 {line}, the others were stopped"]
     assert end in result.stderr.splitlines()[-1]
     assert "accelerate/" not in result.stderr
-    assert result.seconds < 8
+    assert result.seconds < 25
     assert not result.survivors()
 
 
@@ -252,7 +252,7 @@ time.sleep(600)
     )
     assert result.returncode != 0
     assert result.stderr.endswith("ValueError: boom\n"), result.output
-    assert result.seconds < 10
+    assert result.seconds < 25
     assert not result.survivors()
 
 
@@ -361,7 +361,7 @@ def test_giving_up_leaves_nothing(how: signal.Signals | str, code: int, text: st
     began = time.monotonic()
     result = job.wait()
     assert result.returncode == code, result.output
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 25
     assert not result.survivors(0)
     (line,) = says(result.stderr)
     assert line.startswith("stopped by " + ("Ctrl-C" if how == "ctrl-c" else signal.Signals(how).name))  # type: ignore[arg-type]
