@@ -183,7 +183,9 @@ def train_by_te(way: str, folder: str = "") -> tuple[list[float], list[float], s
             if number == MIDDLE:
                 accelerator.save_state(folder)
 
-        losses, _ = loop(accelerator, *prepared(0), save)
+        first: tuple[Any, Any, Any] = prepared(0)
+        losses, _ = loop(accelerator, *first, save)
+        del first
         accelerator.free_memory()
         model, optimizer, batches = prepared(5)
         accelerator.load_state(folder)

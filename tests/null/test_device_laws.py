@@ -53,7 +53,7 @@ def test_facts_that_tell_devices_apart_are_unique(fact: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_is_small_and_says_what_was_run(name: str) -> None:
     source = Path(sys.modules[type(devices.get(name)).__module__].__file__ or "").read_text(encoding="utf-8")
-    assert source.count("\n") <= 160
+    assert source.count("\n") <= 180
     words = type(devices.get(name)).__doc__ or ""
     assert name == "null" or re.search(r"\b[Rr]un\b", words), "the docstring says where the device was run"
 

@@ -50,7 +50,7 @@ def saved_for_real(model: nn.Module, batch: int, length: int) -> int:
     return sum(storage.nbytes() for storage in found.values())
 
 
-def recomputed_for_real(model: nn.Module, batch: int, length: int) -> int:
+def recomputed_for_real(model: Any, batch: int, length: int) -> int:
     """Most bytes of storages that autograd holds at once in a forward and backward with checkpoints."""
     own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     holders, sizes, most = Counter[int](), dict[int, int](), 0

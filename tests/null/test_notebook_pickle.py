@@ -218,7 +218,7 @@ def test_processes_of_a_runtime_are_started_by_it(monkeypatch: pytest.MonkeyPatc
     from accelerate import device
 
     monkeypatch.setattr(launchers, "_detect_devices", lambda: (device.get("xla"), 4))
-    assert launchers.notebook_launcher(divmod, (7, 2)) == [None] * 4
+    assert launchers.notebook_launcher(divmod, (7, 2), use_port=0) == [None] * 4
     ((function, args, method),) = calls
     assert (function.launcher, function.distributed_type, args, method) == (divmod, "XLA", (7, 2), "fork")
 

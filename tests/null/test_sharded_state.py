@@ -112,8 +112,9 @@ def test_code_of_the_model_may_exchange_values_while_it_is_loaded(tmp_path: Path
     def exchange(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
         state["0.weight"], state["1.weight"] = state["1.weight"], state["0.weight"]
 
-    saved, fresh = (nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3)) for _ in range(2))
-    for model in (saved, fresh):
+    models: list[Any] = [nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3)) for _ in range(2)]
+    saved, fresh = models
+    for model in models:
         model.register_load_state_dict_pre_hook(exchange)
     load(ShardedModelState(fresh), save(ShardedModelState(saved), tmp_path / "m"))
     saved.load_state_dict(saved.state_dict() | {"0.weight": saved[0].weight.clone()})

@@ -12,11 +12,13 @@ import pytest
 
 from accelerate.core.errors import SettingError
 from tests.support import launch_plans
-from tests.support.command import Finished, accelerate, launch
+from tests.support.command import Finished, Running, accelerate, launch
+from tests.support.free_ports import free_port
 
 # As much of torch_xla 2.9 as a launch calls: two processes, each of them told who it is by the runtime.
 XLA = """
 import multiprocessing, os
+def sync(): pass
 def _start(fn, index, size, args):
     os.environ["FAKE_ORDINAL"], os.environ["FAKE_SIZE"] = str(index), str(size)
     fn(index, *args)
@@ -33,11 +35,22 @@ def launch(fn, args=(), start_method="spawn", debug_single_process=False):
 """
 RUNTIME = """
 import os
-def world_size(): return int(os.environ["FAKE_SIZE"])
+def device_type(): return "TPU"
+def is_spmd(): return False
+def world_size(): return int(os.environ.get("FAKE_SIZE", "1"))
+def host_index(): return 0
 def global_ordinal(): return int(os.environ["FAKE_ORDINAL"])
 def local_ordinal(): return int(os.environ["FAKE_ORDINAL"])
 def local_process_count(): return int(os.environ["FAKE_SIZE"])
-def addressable_device_count(): return int(os.environ.get("FAKE_THREADS", "1"))
+def addressable_device_count():
+    return int(os.environ.get("FAKE_THREADS", 1 if "FAKE_SIZE" in os.environ else 2))
+"""
+# The group is one of gloo: what is sent is none of a TPU's tensors.
+BACKEND = """
+import torch.distributed as dist
+def create(store, rank, size, timeout):
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+dist.Backend.register_backend("xla", create, devices=["xla", "cpu"])
 """
 SCRIPT = """
 import json, os, sys
@@ -52,6 +65,14 @@ def other(index):
     sys.stdout.write(json.dumps({"RANK": index}) + "\\n")
 def broken():
     raise KeyError("broken on purpose")
+def world():
+    from accelerate import PartialState
+    state = PartialState()
+    state.wait_for_everyone()
+    told = {"RANK": state.process_index, "size": state.num_processes, "device": str(state.device)}
+    sys.stdout.write(json.dumps(told) + "\\n")
+    sys.stdout.flush()
+    state.destroy_process_group()
 if __name__ == "__main__":
     sys.exit("the script is not run, its function is called")
 """
@@ -64,6 +85,10 @@ def folder(tmp_path: Path) -> Path:
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(XLA)
     (package / "runtime.py").write_text(RUNTIME)
+    for name, text in (("core", "def wait_device_ops(): pass"), ("distributed", BACKEND)):
+        (package / name).mkdir()
+        (package / name / "__init__.py").touch()
+        (package / name / {"core": "xla_model.py"}.get(name, "xla_backend.py")).write_text(text)
     gcloud = tmp_path / "bin" / "gcloud"
     gcloud.parent.mkdir()
     gcloud.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
@@ -73,7 +98,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(folder: Path, *flags: str, script_args: tuple[str, ...] = ()) -> Finished:
-    env = {"PYTHONPATH": str(folder / "fakes"), "PATH": str(folder / "bin")}
+    env = {"PYTHONPATH": str(folder / "fakes"), "PATH": str(folder / "bin"), "TPU_LIBRARY_PATH": "fake"}
     return launch(*flags, path="train.py", script_args=script_args, cwd=folder, env=env)
 
 
@@ -126,6 +151,27 @@ def test_another_function_one_process_and_a_module(folder: Path) -> None:
     assert [rank["argv"] for rank in told(result)] == [["-x"]] * 2
 
 
+def test_the_ranks_make_one_world(folder: Path) -> None:
+    """The runtime shows each process its own device alone."""
+    ranks = told(start(folder, "--tpu", "--main_training_function", "world"))
+    assert ranks == [{"RANK": rank, "size": 2, "device": "xla:0"} for rank in range(2)]
+
+
+def test_processes_that_no_launcher_of_ours_has_started_ask_the_runtime(folder: Path) -> None:
+    """As programs that call ``torch_xla.launch``, and notebooks."""
+    (folder / "own.py").write_text(
+        "import sys, torch_xla, train\nfrom accelerate import notebook_launcher\n"
+        "if sys.argv[1] == 'own':\n    torch_xla.launch(lambda index: train.world(), start_method='fork')\n"
+        "else:\n    notebook_launcher(train.world, num_processes=2, use_port=0)\n"
+    )
+    env = {"PYTHONPATH": str(folder / "fakes"), "TPU_LIBRARY_PATH": "fake", "MASTER_PORT": str(free_port())}
+    for way in ("own", "notebook"):
+        result = Running([sys.executable, "own.py", way], cwd=folder, env=env).wait()
+        lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
+        ranks = sorted(map(json.loads, lines), key=lambda line: line["RANK"])
+        assert [(rank["RANK"], rank["size"]) for rank in ranks] == [(0, 2), (1, 2)], result.output
+
+
 def test_mistakes_are_told(folder: Path) -> None:
     result = start(folder, "--tpu", "--main_training_function", "mian")
     assert result.returncode == 1
@@ -134,7 +180,9 @@ def test_mistakes_are_told(folder: Path) -> None:
     result = start(folder, "--tpu", "-n", "5")
     assert result.returncode == 1
     assert "5 processes are asked for, but the devices of this TPU make 2" in result.stderr
-    result = start(folder, "--tpu", "--main_training_function", "broken")
+    result = start(folder, "--tpu", "--main_training_function", "broken", "--max_restarts", "1")
+    assert "restart 1 of 1" in result.stderr
+    assert "no effect" not in result.stderr
     assert result.returncode == 1
     assert "KeyError: 'broken on purpose'" in result.stderr
 

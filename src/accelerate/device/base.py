@@ -305,6 +305,16 @@ class Device:
         """Call ``function(index, *args)`` for every device, each in a process of its own."""
         raise NotImplementedError(f"processes on {self.type} devices are started by the launcher")
 
+    def runtime_rank(self) -> Mapping[str, object]:
+        """Return the variables of torchrun for a process that the runtime has started as one of several.
+
+        There are none for any other process; the runtime is not started for it.
+
+        Raises:
+            DeviceError: the runtime drives several devices in this process.
+        """
+        return {}
+
     def probe_count(self, machine: DeviceProbeHost | None = None) -> int:
         """Return how many devices a new process would see, without torch; 0 where that is unknown."""
         machine = machine or DeviceProbeHost()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,28 @@ class Xla(Device):
     def start_ranks(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Fork this process, which must not have touched the runtime: the runtime serves one process."""
         importlib.import_module("torch_xla").launch(function, args=args, start_method="fork")
+
+    def runtime_rank(self) -> Mapping[str, object]:
+        """Ask the runtime, which knows of several processes once its own launch has placed this one."""
+        runtime = self.runtime
+        if runtime.is_spmd() or (size := runtime.world_size()) == 1:
+            return {}
+        if runtime.addressable_device_count() > 1:
+            raise DeviceError(
+                "this TPU has several devices in each process",
+                why="torch_xla runs a thread for each (v2 and v3), and they would share one rank",
+                fix="start one process, or use a TPU from v4 on",
+            )
+        local = runtime.local_process_count()
+        return {
+            "RANK": runtime.global_ordinal(),
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": runtime.local_ordinal(),
+            "LOCAL_WORLD_SIZE": local,
+            "GROUP_RANK": runtime.host_index(),  # which ordinals do not tell
+            "GROUP_WORLD_SIZE": size // local,
+            "MASTER_ADDR": "127.0.0.1" if size == local else runtime.get_master_ip(),
+        }
 
     def bind(self, index: int) -> torch.device:
         """Return the device of this process. The runtime is not asked: SPMD is chosen before it starts."""

@@ -19,6 +19,7 @@ from contextlib import closing
 from types import ModuleType
 from typing import Any
 
+import accelerate.device as devices
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, nearest
 from accelerate.world.network import LOOPBACK, ReservedPort
@@ -47,25 +48,9 @@ def run_rank(index: int, function: str, count: int, port: int, kind: str) -> Non
             why="there is one process for each device",
             fix=f"--num_processes {size}, or leave it out",
         )
-    if count != 1 and runtime.addressable_device_count() > 1:
-        raise LaunchError(
-            "this TPU has several devices in each process",
-            why="torch_xla runs a thread for each (v2 and v3), and they would share one rank",
-            fix="start one process, -n 1, or use a TPU from v4 on",
-        )
-    local = runtime.local_process_count()
-    environ.set_variables(
-        {
-            "RANK": runtime.global_ordinal(),
-            "WORLD_SIZE": size,
-            "LOCAL_RANK": runtime.local_ordinal(),
-            "LOCAL_WORLD_SIZE": local,
-            "GROUP_RANK": runtime.global_ordinal() // local,
-            "MASTER_ADDR": LOOPBACK if size == local else runtime.get_master_ip(),
-            "MASTER_PORT": port,
-            "FORK_LAUNCHED": 1,
-        }
-    )
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0}
+    told = devices.get("xla").runtime_rank() or {**alone, "MASTER_ADDR": LOOPBACK}
+    environ.set_variables({**told, "MASTER_PORT": port, "FORK_LAUNCHED": 1})
     target_function = _find_function(_import_script(kind, sys.argv[0]), function)
     # A function for torch_xla's own spawn takes its index.
     target_function(*([index] if _needs_argument(target_function) else []))

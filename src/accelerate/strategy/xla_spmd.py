@@ -87,7 +87,7 @@ class XLASPMDStrategy(XLADataParallel):
                 yield option.report_not_applied("XLA partitions the graph, and decides about it itself")
 
     def check(self) -> None:
-        """Refuse several processes, a mesh without the axis of FSDP, and offloading.
+        """Refuse several processes and machines, a mesh without the axis of FSDP, and offloading.
 
         Raises:
             WorldError, SettingError: by what is wrong.
@@ -97,6 +97,12 @@ class XLASPMDStrategy(XLADataParallel):
                 f"FSDP on PyTorch/XLA in {self.world.size} processes",
                 why="SPMD drives all devices of a machine from one process",
                 fix="start one process: --num_processes 1",
+            )
+        if (machines := _modules()[0].process_count()) > 1:
+            raise WorldError(
+                f"SPMD of PyTorch/XLA over {machines} machines",
+                why="each of them would take itself for the main process, and read and save everything",
+                fix="use the devices of one machine, or a process for each device: accelerate launch --tpu",
             )
         if AXIS not in self._mesh.axis_names:
             raise SettingError(

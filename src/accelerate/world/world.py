@@ -234,9 +234,12 @@ def open(
     cluster = clusters.detect(env) if adopted is None else adopted_group.locate_rank(env, *adopted)
     if cluster is None:
         device = _select_device(settings)
-        _current = World(0, 1, 0, 1, 0, 1, device, debug=settings.debug)
-    else:
-        _current = _open_distributed(cluster, settings, backend, timeout, group, adopted)
+        environ.set_variables(devices.get(device.type).runtime_rank())
+        cluster = clusters.detect(environ.snapshot())
+        if cluster is None:
+            _current = World(0, 1, 0, 1, 0, 1, device, debug=settings.debug)
+            return _current
+    _current = _open_distributed(cluster, settings, backend, timeout, group, adopted)
     return _current
 
 
@@ -475,8 +478,9 @@ def _select_device(
             index = local_rank % (hardware.count() or 1)
     else:
         hardware, index = devices.get("cpu") if settings.use_cpu else devices.detect(), 0
-        # A process alone needs one, which it has detected; to count may start the device's runtime.
-        if hardware.type != "cpu" and local_size > 1:
+        # A process alone needs one, which it has detected; to count may start the device's runtime. One that
+        # starts the processes itself shows each of them its own device alone.
+        if hardware.type != "cpu" and local_size > 1 and not hardware.starts_ranks:
             count = hardware.count()
             enough = local_size <= count or (
                 hides_devices and local_size <= hardware.count_physical(devices.DeviceProbeHost())

@@ -96,6 +96,7 @@ class TpuLaunch(LaunchKind[LaunchPlan]):
 
     name: ClassVar[str] = "TPU"
     priority: ClassVar[int] = 20
+    reads: ClassVar[tuple[str, ...]] = LocalLaunch.reads
     settings = (TpuSettings,)
 
     def accepts(self, request: LaunchRequest) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any, Literal
 
 import accelerate.device as devices
@@ -19,6 +20,7 @@ from accelerate.device import Device, DeviceProbeHost, count_cores
 from accelerate.launch.notebook.function_launcher import FunctionError, FunctionLauncher, call_on_machines
 from accelerate.launch.notebook.payload import find_shell
 from accelerate.precision import PRECISIONS
+from accelerate.world.network import ReservedPort
 
 
 def notebook_launcher(
@@ -91,7 +93,10 @@ def notebook_launcher(
     variables = {**environ.filter_unset(device.environment), **precision_variables(mixed_precision)}
     _print_launch(processes, device)
     if device.starts_ranks and processes > 1:
-        with environ.patch_environment(variables):
+        with (
+            closing(ReservedPort(port)) as meeting,
+            environ.patch_environment({**variables, "MASTER_PORT": meeting.number}),
+        ):
             device.start_ranks(PrepareForLaunch(function, device.distributed_type), call)
         return [None] * processes
     if num_nodes > 1 or rdzv_backend != "static":

@@ -56,7 +56,8 @@ def transformer_config(
     # Fused kernels want packages of the vendor's, or a device; none changes a result.
     fusions = ("gradient_accumulation_fusion", "bias_dropout_fusion", "masked_softmax_fusion")
     fusions += ("persist_layer_norm", "bias_activation_fusion", "apply_rope_fusion")
-    return TransformerConfig(**values, **dict.fromkeys(fusions, False) | _other_arguments(plugin, values))
+    others: dict[str, Any] = {**dict.fromkeys(fusions, False), **_other_arguments(plugin, values)}
+    return TransformerConfig(**values, **others)
 
 
 def _check_divides(values: Mapping[str, Any], layout: MegatronLayout) -> None:
