@@ -116,8 +116,8 @@ def test_its_options_on_one_machine_are_said_to_do_nothing(
             "--master_addr 10.0.0.1 --master_port 1234 train.py --lr 1",
         ),
         (
-            {"deepspeed_multinode_launcher": "openmpi"},
-            "--hostfile hosts --no_local_rank --launcher openmpi --num_nodes 2 train.py --lr 1",
+            {"deepspeed_multinode_launcher": "openmpi", "main_process_ip": "10.0.0.1"},
+            "--hostfile hosts --no_local_rank --launcher openmpi --master_addr 10.0.0.1 train.py --lr 1",
         ),
         (
             {"deepspeed_multinode_launcher": "nossh", "machine_rank": "1", "main_process_ip": "10.0.0.1"},
@@ -138,6 +138,29 @@ def test_its_options_on_one_machine_are_said_to_do_nothing(
 def test_the_command(asks: Any, flags: Any, words: str) -> None:
     """Arguments of the script come last and untouched (F9), and it gets no ``--local_rank`` among them."""
     assert command(asks(**flags)) == words.split()
+
+
+@pytest.mark.parametrize("name", ["openmpi", "mvapich", "mpich", "impi"])
+def test_the_launchers_of_mpi_take_the_command(asks: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They start all slots of the hostfile, and refuse numbers and filters."""
+    runner = pytest.importorskip("deepspeed.launcher.runner")
+    request = asks(deepspeed_multinode_launcher=name, main_process_ip="a", num_processes="8")
+    args = runner.parse_args(command(request))
+    kinds = {
+        "openmpi": "OpenMPIRunner",
+        "mvapich": "MVAPICHRunner",
+        "mpich": "MPICHRunner",
+        "impi": "IMPIRunner",
+    }
+    kind = getattr(runner, kinds[name])
+    monkeypatch.setattr(kind, "add_export", lambda *_: None)  # MVAPICH's writes a file
+    kind(args, "", {"worker-0": 4, "worker-1": 4})  # it checks its arguments
+
+
+def test_ranks_of_mpi_hear_where_the_first_is(asks: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    run(asks(deepspeed_multinode_launcher="mpich", main_process_ip="10.0.0.1", main_process_port="1234"))
+    lines = said(capfd)["file"].splitlines()
+    assert {"MASTER_ADDR=10.0.0.1", "MASTER_PORT=1234"} <= set(lines)
 
 
 def test_words_with_blanks_stay_whole(asks: Any) -> None:
@@ -165,6 +188,16 @@ def test_words_with_blanks_stay_whole(asks: Any) -> None:
         ({"num_processes": "3"}, ["--num_processes is 3 on 2 machines"]),
         ({"machine_rank": "1"}, ["--machine_rank is 1", "starts all machines from one"]),
         ({"deepspeed_multinode_launcher": "nossh"}, ["launcher is nossh", "where rank 0 is"]),
+        ({"deepspeed_multinode_launcher": "mpich"}, ["launcher is mpich", "where rank 0 is"]),
+        ({"deepspeed_multinode_launcher": "slurm", "module": True}, ["--module", "which is slurm"]),
+        (
+            {"deepspeed_multinode_launcher": "mpich", "deepspeed_inclusion_filter": "a"},
+            ["--deepspeed_inclusion_filter", "which is mpich"],
+        ),
+        (
+            {"deepspeed_multinode_launcher": "mpich", "main_process_ip": "a", "num_processes": "4"},
+            ["whose slots are 4, 4", "2 machines of 2 processes each"],
+        ),
         (
             {"deepspeed_inclusion_filter": "a", "deepspeed_exclusion_filter": "b"},
             ["--deepspeed_inclusion_filter and --deepspeed_exclusion_filter"],

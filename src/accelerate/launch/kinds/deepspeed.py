@@ -7,7 +7,8 @@ environment variables" and "Launching without passwordless SSH"; the options of 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import quote
@@ -22,6 +23,7 @@ from accelerate.launch.logs import RankLogSettings
 
 PROGRAM = "deepspeed"
 STANDARD, NO_SSH, SLURM = "standard", "nossh", "slurm"
+MPI = ("openmpi", "mvapich", "mpich", "impi")  # mpirun starts all slots of the hostfile, and takes no others
 HOSTFILE = "/job/hostfile"  # where DeepSpeed's launcher looks by default
 ENV_FILE_VARIABLE = "DS_ENV_FILE"
 ENV_FILE = ".deepspeed_env"
@@ -118,12 +120,17 @@ def _file_variables(request: LaunchRequest) -> dict[str, str]:
     DeepSpeed puts other values than plain words between quotes, that a shell removes, or that stay.
     """
     origins = {name: quote(value, safe="") for name, value in origin_variables(request).items()}
-    return {**_job_variables(request), **origins}
+    job, meeting = request.settings, dict[str, str]()
+    if request.get("deepspeed_multinode_launcher") in MPI:  # its processes are not told by DeepSpeed
+        given = {"MASTER_ADDR": job.main_process_ip, "MASTER_PORT": job.main_process_port}
+        meeting = {name: str(value) for name, value in given.items() if value}
+    return {**_job_variables(request), **origins, **meeting}
 
 
 def _needs_env_file(request: LaunchRequest) -> bool:
     """Return whether processes on other machines read the variables of the job from a file."""
-    return request.get("deepspeed_multinode_launcher") != SLURM and bool(_job_variables(request))
+    started_by = request.get("deepspeed_multinode_launcher")
+    return started_by in MPI or (started_by != SLURM and bool(_job_variables(request)))
 
 
 def _launcher_flags(request: LaunchRequest) -> Iterator[str]:
@@ -141,7 +148,7 @@ def _launcher_flags(request: LaunchRequest) -> Iterator[str]:
     if any(filters.values()):
         # It takes a filter or numbers, not both.
         yield from (arg for flag, value in filters.items() if value for arg in (flag, str(value)))
-    else:
+    elif started_by not in MPI:
         yield from ("--num_nodes", str(request.machines[1]))
         each = request.local_processes.value
         if isinstance(each, int):
@@ -155,16 +162,24 @@ def _launcher_flags(request: LaunchRequest) -> Iterator[str]:
 def _check_machine(request: LaunchRequest) -> None:
     """Refuse a rank of this machine, or an address, that does not go with DeepSpeed's launcher."""
     started_by, machine = request.origin("deepspeed_multinode_launcher"), request.origin("machine_rank")
-    if started_by.value == NO_SSH and not request.settings.main_process_ip:
+    if started_by.value in (NO_SSH, *MPI) and not request.settings.main_process_ip:
         raise SettingError(
-            f"{started_by.where} is {NO_SSH}, but nothing says where rank 0 is",
-            why="without ssh nobody can ask for its address",
+            f"{started_by.where} is {started_by.value}, but nothing says where rank 0 is",
+            why="nobody asks that machine for its address",
             fix="add --main_process_ip, the address of the first machine of the hostfile",
         )
     if started_by.value != NO_SSH and machine.value > 0:
         raise SettingError(
             f"{machine.where} is {machine.value}, but DeepSpeed's launcher starts all machines from one",
             fix="launch on the first machine only, or add --deepspeed_multinode_launcher nossh or standard",
+        )
+    unused = {"--module": request.settings.module, "--no_python": request.settings.no_python}
+    for flag in (flag for flag, on in unused.items() if on and started_by.value == SLURM):
+        raise SettingError(
+            f"{flag} does not go with {started_by.where}, which is {SLURM}",
+            why="DeepSpeed's launcher gives srun a Python file there",
+            fix="start one accelerate launch on each machine: srun accelerate launch "
+            "--deepspeed_multinode_launcher standard ...",
         )
 
 
@@ -178,6 +193,13 @@ def _check_filters(request: LaunchRequest) -> None:
         )
     each = request.local_processes
     filter_origin = next((origin for origin in both if origin.value), None)
+    started_by = request.origin("deepspeed_multinode_launcher")
+    if filter_origin is not None and started_by.value in MPI:
+        raise SettingError(
+            f"{filter_origin.where} does not go with {started_by.where}, which is {started_by.value}",
+            why="mpirun starts a process for each slot of the hostfile",
+            fix="write the machines and slots that are to be used into a hostfile of its own",
+        )
     if filter_origin is not None and each.source == "flag":
         raise SettingError(
             f"{filter_origin.where} and {each.where} do not go together",
@@ -199,11 +221,27 @@ def _check_hostfile(request: LaunchRequest) -> None:
             fix="give --deepspeed_hostfile, a file with a line like 'worker-1 slots=8' for each machine",
         ) from error
     hosts = [line.split()[0] for line in lines if line.strip() and not line.strip().startswith("#")]
+    if request.get("deepspeed_multinode_launcher") in MPI:
+        _check_slots(request, hostfile, lines)
     if len(hosts) < request.machines[1]:
         raise SettingError(
             f"{request.origin('num_machines').where} is {request.machines[1]}, but {hostfile}, which has "
             f"{len(hosts)} machine" + ("" if len(hosts) == 1 else "s"),
             fix="add a line like 'worker-1 slots=8' for each machine",
+        )
+
+
+def _check_slots(request: LaunchRequest, hostfile: str, lines: Sequence[str]) -> None:
+    """Refuse another number of machines or processes than mpirun starts."""
+    slots = [int(number) for line in lines for number in re.findall(r"^[^#]*slots=(\d+)", line)]
+    each, machines = request.local_processes.value, request.machines[1]
+    if len(slots) > machines or (isinstance(each, int) and any(count != each for count in slots)):
+        size = f" of {each} processes each" if isinstance(each, int) else ""
+        raise SettingError(
+            f"{hostfile}, whose slots are {', '.join(map(str, slots))}, but {machines} machines{size} "
+            "are asked for",
+            why="mpirun starts a process for each slot of the hostfile",
+            fix="write the machines and slots that are to be used into a hostfile of its own",
         )
 
 
