@@ -76,7 +76,7 @@ def test_a_job_is_started_with_what_the_file_and_the_flags_say(folder: Path) -> 
     assert result.returncode == 0, result.output
     told = json.loads(result.stdout.splitlines()[-1])
     given = told["given"]
-    assert given["hyperparameters"] == {"lr": 0.001, "epochs": 3, "fast": True, "name": "a b"}
+    assert given["hyperparameters"] == {"lr": "1e-3", "epochs": 3, "fast": "true", "name": "a b"}
     assert (given["entry_point"], given["source_dir"], given["role"]) == ("train.py", ".", "trainer")
     assert (given["instance_count"], given["instance_type"]) == (2, "ml.p4d.24xlarge")
     assert given["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
@@ -115,7 +115,8 @@ def test_a_dry_run_needs_no_sdk_and_shows_no_secret(folder: Path) -> None:
 def test_a_missing_or_another_sdk_is_told(folder: Path) -> None:
     result = launch("--config_file", "job.yaml", path="train.py", cwd=folder)
     assert result.returncode == 2
-    assert "pip install sagemaker" in result.stderr
+    assert "needs the package 'sagemaker'" in result.stderr
+    assert "pip install 'sagemaker<3'" in result.stderr
     result = run(folder, fake="")
     assert result.returncode == 2
     assert "this sagemaker has no Hugging Face estimator" in result.stderr
@@ -160,10 +161,30 @@ def test_arguments_that_a_table_cannot_hold_are_refused(
 
 
 def test_values_have_the_type_that_they_look_like(folder: Path) -> None:
-    arguments = ("--a", "-1", "--b=-2.5", "--c", "False", "--d", "1a", "-e", "", "--f", "1e-4")
+    arguments = ("--a", "-1", "--b=-2.5", "--c", "False", "--d", "1a", "-e", "")
     typed = plan(FILE, "train.py", *arguments).estimator["hyperparameters"]
-    assert typed == {"a": -1, "b": -2.5, "c": False, "d": "1a", "e": "", "f": 1e-4}
+    assert typed == {"a": -1, "b": -2.5, "c": False, "d": "1a", "e": ""}
     assert type(typed["a"]) is int
+
+
+@pytest.mark.parametrize("word", ["1.10", "007", "1_000", "5e12345", "1e-4", "true", "+1", "nan"])
+def test_a_script_gets_the_words_that_were_typed(folder: Path, word: str) -> None:
+    """The job calls it with ``str`` of each value."""
+    (value,) = plan(FILE, "train.py", "--a", word).estimator["hyperparameters"].values()
+    assert str(value) == word
+
+
+def test_tables_of_more_arguments_are_merged(folder: Path) -> None:
+    estimator = plan(FILE + "additional_args: {environment: {HF_TOKEN: x}}\n").estimator
+    assert {"HF_TOKEN": "x", "ACCELERATE_MIXED_PRECISION": "bf16"}.items() <= estimator["environment"].items()
+
+
+def test_model_parallelism_needs_what_the_sdk_asks_for(folder: Path) -> None:
+    text = FILE.replace("DATA_PARALLEL", "MODEL_PARALLEL")
+    with pytest.raises(SettingError, match="needs the number of partitions") as error:
+        plan(text)
+    library = plan(f"{text}{error.value.fix}\n").estimator["distribution"]["smdistributed"]
+    assert library == {"modelparallel": {"enabled": True, "parameters": {"partitions": 2}}}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ Python SDK documentation, "Hugging Face Estimator" and "Using Hugging Face with 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
@@ -28,6 +29,7 @@ _COPIED_ARGUMENTS = {name: name for name in ("image_uri", "transformers_version"
     "py_version": "py_version",
     "role": "iam_role_name",
 }
+_INSTALL = "pip install 'sagemaker<3'"  # version 3 has no estimators
 # Sections of files that say what a group of processes on SageMaker shares: its own library, no launcher.
 _DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "DATA_PARALLEL": {"smdistributed": {"dataparallel": {"enabled": True}}},
@@ -86,7 +88,7 @@ class SageMakerSettings:
         None, help="a table with tabs: metric_name, metric_regex", question="File of metrics?"
     )
     additional_args: dict[str, Any] | None = file_setting(
-        None, help="more arguments of the estimator; they win over all others"
+        None, help="more arguments of the estimator; they win over all others, in tables key by key"
     )
 
 
@@ -168,7 +170,29 @@ def estimator_arguments(
     arguments["distribution"] = _DISTRIBUTIONS.get(group)
     arguments.update(entry_point=script.name, source_dir=str(script.parent))
     arguments.update(instance_count=machines, debugger_hook_config=False)
-    return {**arguments, **(own.additional_args or {})}
+    arguments = _merge_tables(arguments, own.additional_args or {})
+    if group == "MODEL_PARALLEL" and "parameters" not in _model_parallel(arguments):
+        raise SettingError(
+            "distributed_type: MODEL_PARALLEL needs the number of partitions",
+            why="Amazon's library for it does not start without",
+            fix="additional_args: {distribution: {smdistributed: {modelparallel: {parameters: "
+            "{partitions: 2}}}}}",
+        )
+    return arguments
+
+
+def _merge_tables(table: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """A table with the keys of both; of two values those of ``more`` count, two tables are merged."""
+    merged = {**table, **more}
+    for key in table.keys() & more.keys():
+        if isinstance(table[key], dict) and isinstance(more[key], dict):
+            merged[key] = _merge_tables(table[key], more[key])
+    return merged
+
+
+def _model_parallel(arguments: Mapping[str, Any]) -> Any:
+    smdistributed = (arguments["distribution"] or {}).get("smdistributed") or {}
+    return smdistributed.get("modelparallel") or {}
 
 
 def parse_hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
@@ -206,17 +230,21 @@ def parse_hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_number(word: str) -> bool:
-    return isinstance(_parse_word(word), int | float)
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _parse_word(word: str) -> Any:
-    """A number, yes or no where a word says so, else the word."""
-    if word.lower() in ("true", "false"):
-        return word.lower() == "true"
-    try:
-        return int(word) if word.lstrip("+-").isdecimal() else float(word)
-    except ValueError:
-        return word
+    """A number, yes or no where the script would get the same word of it, else the word."""
+    if word in ("True", "False"):
+        return word == "True"
+    if _is_number(word):
+        number = int(word) if word.lstrip("+-").isdecimal() else float(word)
+        return number if math.isfinite(number) and str(number) == word else word
+    return word
 
 
 def read_inputs(own: Any) -> dict[str, str] | None:
@@ -307,12 +335,14 @@ def _credentials(own: SageMakerSettings) -> dict[str, object | None]:
 
 def _estimator_class() -> Any:
     if not is_installed("sagemaker"):
-        raise MissingExtraError("sagemaker", "a job on Amazon SageMaker")
+        missing = MissingExtraError("sagemaker", "a job on Amazon SageMaker")
+        missing.fix = _INSTALL
+        raise missing
     try:
         return importlib.import_module("sagemaker.huggingface").HuggingFace
     except (ModuleNotFoundError, AttributeError) as error:
         raise LaunchError(
-            "this sagemaker has no Hugging Face estimator", why=str(error), fix="pip install 'sagemaker<3'"
+            "this sagemaker has no Hugging Face estimator", why=str(error), fix=_INSTALL
         ) from error
 
 
