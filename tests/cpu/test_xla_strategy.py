@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from accelerate import Accelerator
+from accelerate.core.errors import WorldError
 from tests.support import parity
 from tests.support.numbers import Numbers
 from tests.support.ranks import RankServer
-from tests.support.strategies import xla_over_gloo
+from tests.support.strategies import spmd_on_machines, xla_over_gloo
 
 
 def train(window: int) -> tuple[Numbers, list[int], str, str]:
@@ -81,3 +82,11 @@ def weighted() -> list[float]:
 
 def test_a_process_without_items_takes_part(ranks: RankServer) -> None:
     assert ranks(2, weighted) == [[3.0]] * 2
+
+
+def test_spmd_over_several_machines_is_refused() -> None:
+    """A pod sets no RANK: each machine took itself for a process alone."""
+    with spmd_on_machines(1):
+        assert Accelerator(cpu=True).strategy.name == "xla_spmd"
+    with spmd_on_machines(2), pytest.raises(WorldError, match="over 2 machines"):
+        Accelerator(cpu=True)

@@ -157,6 +157,12 @@ def test_the_launchers_of_mpi_take_the_command(asks: Any, name: str, monkeypatch
     kind(args, "", {"worker-0": 4, "worker-1": 4})  # it checks its arguments
 
 
+def test_tasks_of_slurm_hear_where_the_first_is(asks: Any) -> None:
+    request = asks(deepspeed_multinode_launcher="slurm", main_process_ip="a", main_process_port="1234")
+    variables = launch_plans.plan(request, "deepspeed").variables
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("a", "1234")
+
+
 def test_ranks_of_mpi_hear_where_the_first_is(asks: Any, capfd: pytest.CaptureFixture[str]) -> None:
     run(asks(deepspeed_multinode_launcher="mpich", main_process_ip="10.0.0.1", main_process_port="1234"))
     lines = said(capfd)["file"].splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from accelerate.core.errors import SettingError
 from tests.support import launch_plans
-from tests.support.command import Finished, Running, accelerate, launch
+from tests.support.command import CONSOLE, Finished, Running, accelerate, launch
 from tests.support.free_ports import free_port
 
 # As much of torch_xla 2.9 as a launch calls: two processes, each of them told who it is by the runtime.
@@ -185,6 +186,34 @@ def test_mistakes_are_told(folder: Path) -> None:
     assert "no effect" not in result.stderr
     assert result.returncode == 1
     assert "KeyError: 'broken on purpose'" in result.stderr
+
+
+POOL = """
+import concurrent.futures, multiprocessing
+import os, torch_xla.runtime
+def _start(fn, index, args):
+    os.environ["FAKE_ORDINAL"], os.environ["FAKE_SIZE"] = str(index), "2"
+    fn(index, *args)
+def launch(fn, args=(), start_method="spawn", debug_single_process=False):
+    context = multiprocessing.get_context(start_method)
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
+        for call in [pool.submit(_start, fn, index, args) for index in range(2)]:
+            call.result()
+"""
+
+
+def test_a_signal_leaves_no_process_on_the_tpu(folder: Path) -> None:
+    """The real starter's processes are in a pool, and notice nothing when it ends."""
+    (folder / "fakes" / "torch_xla" / "__init__.py").write_text(POOL)
+    text = "import sys, time\ndef main():\n    sys.stdout.write('ready\\n')\n    sys.stdout.flush()\n"
+    (folder / "train.py").write_text(text + "    time.sleep(60)\n")
+    env = {"PYTHONPATH": str(folder / "fakes")}
+    running = Running([*CONSOLE, "launch", "--tpu", "--stop_timeout", "2", "train.py"], env=env, cwd=folder)
+    running.wait_for("ready")
+    running.signal(signal.SIGTERM)
+    ended = running.wait()
+    assert ended.returncode == 128 + signal.SIGTERM, ended.output
+    assert not ended.survivors()
 
 
 def test_a_tpu_whose_processes_have_several_devices_is_refused(folder: Path) -> None:

@@ -82,3 +82,18 @@ def xla_over_gloo() -> Iterator[list[int]]:
         patch.setattr(STRATEGIES.get("xla_spmd"), "selection", kind.selection)  # the subclass keeps its own
         patch.setattr(kind, "selection", replace(kind.selection, device_type="cpu", min_world_size=2))
         yield calls
+
+
+@contextmanager
+def spmd_on_machines(machines: int) -> Iterator[None]:
+    """Choose SPMD of PyTorch/XLA on this CPU, with a fake runtime that spans so many machines."""
+    runtime, spmd = (types.ModuleType(f"torch_xla.{name}") for name in ("runtime", "distributed.spmd"))
+    vars(runtime).update(is_spmd=lambda: True, process_count=lambda: machines)
+    mesh = types.SimpleNamespace(axis_names=("fsdp",), shape=lambda: {"fsdp": 4 * machines})
+    vars(spmd).update(get_global_mesh=lambda: mesh)
+    kind = STRATEGIES.get("xla_spmd")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, runtime.__name__, runtime)
+        patch.setitem(sys.modules, spmd.__name__, spmd)
+        patch.setattr(kind, "selection", replace(kind.selection, device_type="cpu"))
+        yield

@@ -110,8 +110,14 @@ class DeepSpeedLaunch(LaunchKind[LaunchPlan]):
 
 def _job_variables(request: LaunchRequest) -> dict[str, str]:
     """Return the variables of the job that processes on all machines get."""
-    threads = request.settings.num_cpu_threads_per_process
-    return {**request.script_variables(), **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
+    job = request.settings
+    told: dict[str, object] = {"OMP_NUM_THREADS": job.num_cpu_threads_per_process}
+    if request.get("deepspeed_multinode_launcher") in (
+        *MPI,
+        SLURM,
+    ):  # DeepSpeed does not tell their processes
+        told |= {"MASTER_ADDR": job.main_process_ip, "MASTER_PORT": job.main_process_port or None}
+    return {**request.script_variables(), **{n: str(value) for n, value in told.items() if value is not None}}
 
 
 def _file_variables(request: LaunchRequest) -> dict[str, str]:
@@ -120,17 +126,12 @@ def _file_variables(request: LaunchRequest) -> dict[str, str]:
     DeepSpeed puts other values than plain words between quotes, that a shell removes, or that stay.
     """
     origins = {name: quote(value, safe="") for name, value in origin_variables(request).items()}
-    job, meeting = request.settings, dict[str, str]()
-    if request.get("deepspeed_multinode_launcher") in MPI:  # its processes are not told by DeepSpeed
-        given = {"MASTER_ADDR": job.main_process_ip, "MASTER_PORT": job.main_process_port}
-        meeting = {name: str(value) for name, value in given.items() if value}
-    return {**_job_variables(request), **origins, **meeting}
+    return {**_job_variables(request), **origins}
 
 
 def _needs_env_file(request: LaunchRequest) -> bool:
     """Return whether processes on other machines read the variables of the job from a file."""
-    started_by = request.get("deepspeed_multinode_launcher")
-    return started_by in MPI or (started_by != SLURM and bool(_job_variables(request)))
+    return request.get("deepspeed_multinode_launcher") != SLURM and bool(_job_variables(request))
 
 
 def _launcher_flags(request: LaunchRequest) -> Iterator[str]:

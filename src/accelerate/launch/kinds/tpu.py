@@ -158,7 +158,8 @@ class TpuLaunch(LaunchKind[LaunchPlan]):
             check_gcloud_installed()
         elif not is_installed("torch_xla"):
             raise MissingExtraError("torch_xla[tpu]", "a launch on a TPU")
-        LocalLaunch().run(_command_request(request, pod=pod), plan, replace=replace)
+        # torch_xla's starter does not end its processes when a signal ends it: they would keep the TPU.
+        LocalLaunch().run(_command_request(request, pod=pod), plan, replace=replace and pod)
 
 
 def _tpu_device() -> Device:
