@@ -96,7 +96,7 @@ class XLASPMDStrategy(XLADataParallel):
             raise WorldError(
                 f"FSDP on PyTorch/XLA in {self.world.size} processes",
                 why="SPMD drives all devices of a machine from one process",
-                fix="start one process: --num_processes 1",
+                fix="start one process: --num_processes 1, without --tpu and without a distributed_type",
             )
         if (machines := _modules()[0].process_count()) > 1:
             raise WorldError(
