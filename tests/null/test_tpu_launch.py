@@ -21,7 +21,8 @@ XLA = """
 import multiprocessing, os
 def sync(): pass
 def _start(fn, index, size, args):
-    os.environ["FAKE_ORDINAL"], os.environ["FAKE_SIZE"] = str(index), str(size)
+    os.environ["PJRT_LOCAL_PROCESS_RANK"] = os.environ["FAKE_ORDINAL"] = str(index)
+    os.environ["FAKE_SIZE"] = str(size)
     fn(index, *args)
 def launch(fn, args=(), start_method="spawn", debug_single_process=False):
     size = 1 if debug_single_process else 2
@@ -37,9 +38,10 @@ def launch(fn, args=(), start_method="spawn", debug_single_process=False):
 RUNTIME = """
 import os
 def device_type(): return "TPU"
-def is_spmd(): return False
-def world_size(): return int(os.environ.get("FAKE_SIZE", "1"))
-def host_index(): return 0
+def world_size():
+    if "PJRT_LOCAL_PROCESS_RANK" not in os.environ:
+        raise AssertionError("to ask starts the runtime, after which SPMD cannot be chosen")
+    return int(os.environ["FAKE_SIZE"])
 def global_ordinal(): return int(os.environ["FAKE_ORDINAL"])
 def local_ordinal(): return int(os.environ["FAKE_ORDINAL"])
 def local_process_count(): return int(os.environ["FAKE_SIZE"])
@@ -171,6 +173,8 @@ def test_processes_that_no_launcher_of_ours_has_started_ask_the_runtime(folder: 
         lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
         ranks = sorted(map(json.loads, lines), key=lambda line: line["RANK"])
         assert [(rank["RANK"], rank["size"]) for rank in ranks] == [(0, 2), (1, 2)], result.output
+    result = Running([sys.executable, "-c", "import train; train.world()"], cwd=folder, env=env).wait()
+    assert [json.loads(line)["size"] for line in result.stdout.splitlines()] == [1], result.output
 
 
 def test_mistakes_are_told(folder: Path) -> None:
@@ -192,7 +196,8 @@ POOL = """
 import concurrent.futures, multiprocessing
 import os, torch_xla.runtime
 def _start(fn, index, args):
-    os.environ["FAKE_ORDINAL"], os.environ["FAKE_SIZE"] = str(index), "2"
+    os.environ["PJRT_LOCAL_PROCESS_RANK"] = os.environ["FAKE_ORDINAL"] = str(index)
+    os.environ["FAKE_SIZE"] = "2"
     fn(index, *args)
 def launch(fn, args=(), start_method="spawn", debug_single_process=False):
     context = multiprocessing.get_context(start_method)

@@ -85,9 +85,9 @@ class Xla(Device):
         importlib.import_module("torch_xla").launch(function, args=args, start_method="fork")
 
     def runtime_rank(self) -> Mapping[str, object]:
-        """Ask the runtime, which knows of several processes once its own launch has placed this one."""
+        """Ask the runtime, if its own launch has placed this process: that starts it, and rules out SPMD."""
         runtime = self.runtime
-        if runtime.is_spmd() or (size := runtime.world_size()) == 1:
+        if not environ.get("PJRT_LOCAL_PROCESS_RANK") or (size := runtime.world_size()) == 1:
             return {}
         if runtime.addressable_device_count() > 1:
             raise DeviceError(
@@ -101,7 +101,7 @@ class Xla(Device):
             "WORLD_SIZE": size,
             "LOCAL_RANK": runtime.local_ordinal(),
             "LOCAL_WORLD_SIZE": local,
-            "GROUP_RANK": runtime.host_index(),  # which ordinals do not tell
+            "GROUP_RANK": 0 if size == local else runtime.host_index(),  # ordinals do not tell
             "GROUP_WORLD_SIZE": size // local,
             "MASTER_ADDR": "127.0.0.1" if size == local else runtime.get_master_ip(),
         }
