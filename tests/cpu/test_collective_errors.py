@@ -798,7 +798,7 @@ def test_a_rank_that_dies_before_the_group_is_complete_is_named(
 
 
 def die_when_the_group_is_open(dead: int) -> None:
-    """A rank ends as soon as it has opened the group, before it says so; the other is a second later."""
+    """A rank ends when both have opened the group, before it says so; the other is a second later."""
     import torch.distributed as dist
 
     from accelerate import Accelerator
@@ -806,6 +806,7 @@ def die_when_the_group_is_open(dead: int) -> None:
     rank, default_store = int(os.environ["RANK"]), dist.distributed_c10d._get_default_store
 
     def die_or_wait() -> object:  # called first when the group is open
+        time.sleep(0.5)  # the other may still open it: then that fails
         if rank == dead:
             os._exit(3)
         time.sleep(1.0)
