@@ -229,6 +229,17 @@ def test_a_tpu_whose_processes_have_several_devices_is_refused(folder: Path) -> 
     assert "this TPU has several devices in each process" in result.stderr
 
 
+def test_a_runtime_that_does_not_say_that_it_has_started_the_processes_is_refused(folder: Path) -> None:
+    """Each would be rank 0 of 1."""
+    package = folder / "fakes" / "torch_xla"
+    text = (package / "__init__.py").read_text()
+    (package / "__init__.py").write_text(text.replace('os.environ["PJRT_LOCAL_PROCESS_RANK"] = ', ""))
+    (package / "runtime.py").write_text("def world_size(): return 2\n")
+    result = start(folder, "--tpu")
+    assert result.returncode == 1
+    assert "PJRT_LOCAL_PROCESS_RANK is not set" in result.stderr
+
+
 def test_without_torch_xla_it_is_said_what_to_install(folder: Path) -> None:
     result = launch("--tpu", path="train.py", cwd=folder)
     assert result.returncode == 2

@@ -48,8 +48,15 @@ def run_rank(index: int, function: str, count: int, port: int, kind: str) -> Non
             why="there is one process for each device",
             fix=f"--num_processes {size}, or leave it out",
         )
+    told = devices.get("xla").runtime_rank()
+    if size > 1 and not told:
+        raise LaunchError(
+            "this torch_xla does not say that it has started the process",
+            why="PJRT_LOCAL_PROCESS_RANK is not set, and each process would train alone",
+            fix="install the torch_xla of torch's version: pip install torch==2.9.0 torch_xla==2.9.0",
+        )
     alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0}
-    told = devices.get("xla").runtime_rank() or {**alone, "MASTER_ADDR": LOOPBACK}
+    told = told or {**alone, "MASTER_ADDR": LOOPBACK}
     environ.set_variables({**told, "MASTER_PORT": port, "FORK_LAUNCHED": 1})
     target_function = _find_function(_import_script(kind, sys.argv[0]), function)
     # A function for torch_xla's own spawn takes its index.

@@ -112,10 +112,8 @@ def _job_variables(request: LaunchRequest) -> dict[str, str]:
     """Return the variables of the job that processes on all machines get."""
     job = request.settings
     told: dict[str, object] = {"OMP_NUM_THREADS": job.num_cpu_threads_per_process}
-    if request.get("deepspeed_multinode_launcher") in (
-        *MPI,
-        SLURM,
-    ):  # DeepSpeed does not tell their processes
+    # DeepSpeed does not tell the processes of these.
+    if request.get("deepspeed_multinode_launcher") in (*MPI, SLURM):
         told |= {"MASTER_ADDR": job.main_process_ip, "MASTER_PORT": job.main_process_port or None}
     return {**request.script_variables(), **{n: str(value) for n, value in told.items() if value is not None}}
 
