@@ -90,7 +90,7 @@ def _walk(
             yield from _walk(child, memo, path, remove_duplicate, hide)
 
 
-class FlatParamHandle(_flat_param.FlatParamHandle):
+class FSDP1FlatParamHandle(_flat_param.FlatParamHandle):
     """The handle of torch, which loses no gradient where windows are resumed, offloaded or branch."""
 
     @property
@@ -325,7 +325,7 @@ class FSDP1Wrapper:
                 use_orig_params=bool(plugin.use_orig_params),
             )
         if (handle := unit._handle) is not None:
-            handle.__class__ = FlatParamHandle
+            handle.__class__ = FSDP1FlatParamHandle
         return unit
 
     @torch.no_grad()
